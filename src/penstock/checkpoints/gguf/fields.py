@@ -56,6 +56,25 @@ class Metadata:
             raise self._wrong(key, value, f"an integer from 1 to {MAX_SIZE:,}")
         return value
 
+    def by_layer(self, key: str) -> list[int]:
+        """A size of each layer, 0 for none. Raises ModelError for anything but integers from 0 on."""
+        # As many layers as have tensors, since a damaged file may claim any number.
+        num_layers = min(self.size(".block_count"), len(self.tensors))
+        value: Any = self._values.get(self._full(key))
+        values: list[Any] = value if isinstance(value, list) else [value] * num_layers
+        if len(values) != num_layers or not all(type(one) is int and 0 <= one <= MAX_SIZE for one in values):
+            raise self._wrong(key, value, f"a list of {num_layers} integers from 0 to {MAX_SIZE:,}, one for each layer")
+        return values
+
+    def largest(self, key: str, default: int | None = None) -> int:
+        """A size, the largest one where layers differ in it. Raises ModelError as `size` and `by_layer`."""
+        is_list = isinstance(self._values.get(self._full(key)), list)
+        return max(self.by_layer(key)) if is_list else self.size(key, default)
+
+    def has_tensor(self, name: str) -> bool:
+        """Whether any layer has a tensor of this name."""
+        return any(tensor.endswith(f".{name}") for tensor in self.tensors)
+
     def nonzero(self, key: str, kind: type, default: Any = None) -> Any:
         """Value of a key, or the default for an absent one or 0, by which llama.cpp writes that a model has none."""
         return self.get(key, kind) or default

@@ -8,6 +8,7 @@ from typing import Any
 from penstock.checkpoints.gguf.encoder_fields import ENCODERS
 from penstock.checkpoints.gguf.fields import Metadata
 from penstock.checkpoints.gguf.mixture_fields import MIXTURES, latent_attention
+from penstock.checkpoints.gguf.recurrent_fields import RECURRENT, WITHOUT_ATTENTION
 from penstock.errors import UnsupportedModel
 
 _EPSILON, _RMS_EPSILON = ".attention.layer_norm_epsilon", ".attention.layer_norm_rms_epsilon"
@@ -35,7 +36,7 @@ def hf_config_of(metadata: Metadata) -> dict[str, Any]:
             f"{metadata.name} has general.architecture={architecture!r}, which cannot be loaded from GGUF here. "
             f"Supported: {', '.join(sorted(_ARCHITECTURES))}. Take the safetensors of the model."
         )
-    if metadata.get(".expert_count", int, 0) and architecture not in MIXTURES:
+    if metadata.get(".expert_count", int, 0) and architecture not in {*MIXTURES, *RECURRENT}:
         raise UnsupportedModel(
             f"{metadata.name} has {architecture}.expert_count={metadata.get('.expert_count', int)}: a mixture of "
             "experts, which cannot be loaded from GGUF here. Take the safetensors of the model."
@@ -67,10 +68,10 @@ def _sizes(metadata: Metadata) -> dict[str, Any]:
         raise metadata.unsupported(f"attention.value_length={value_size}", f"attention.key_length={head_size}")
     fields = {
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.size(".feed_forward_length"),
+        "intermediate_size": metadata.largest(".feed_forward_length"),
         "num_hidden_layers": metadata.size(".block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.size(".attention.head_count_kv", num_heads),
+        "num_key_value_heads": metadata.largest(".attention.head_count_kv", num_heads),
         "head_dim": head_size,
         "max_position_embeddings": metadata.size(".context_length"),
         "rope_theta": metadata.get(".rope.freq_base", float, 10000.0),
@@ -186,13 +187,17 @@ def _gpt2(metadata: Metadata) -> dict[str, Any]:
     }
 
 
-def _mixture(read: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]) -> Callable[[Metadata], dict[str, Any]]:
+def _from_decoder(
+    read: Callable[[Metadata, Mapping[str, Any]], dict[str, Any]],
+) -> Callable[[Metadata], dict[str, Any]]:
     return lambda metadata: read(metadata, _decoder(metadata))
 
 
 # Names of model types, where they are not the architecture's.
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
+    "falcon-h1": "falcon_h1",
+    "lfm2moe": "lfm2_moe",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
     "gpt-oss": "gpt_oss",
@@ -210,5 +215,6 @@ _ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] =
     "qwen2vl": ("Qwen2ForCausalLM", _decoder),
     "qwen3": ("Qwen3ForCausalLM", _qwen3),
     "starcoder2": ("Starcoder2ForCausalLM", _starcoder2),
-    **{name: (hf_name, _mixture(read)) for name, (hf_name, read) in MIXTURES.items()},
+    **{name: (hf_name, _from_decoder(read)) for name, (hf_name, read) in {**MIXTURES, **RECURRENT}.items()},
+    **WITHOUT_ATTENTION,
 }

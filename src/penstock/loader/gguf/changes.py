@@ -51,6 +51,13 @@ class MinusOne(Change):
         return values - 1
 
 
+class LogOfNegative(Change):
+    """Decay rates of state-space layers: stored as -exp(A_log)."""
+
+    def apply(self, values: Tensor) -> Tensor:
+        return torch.log(-values)
+
+
 @dataclass(frozen=True, slots=True)
 class PairsInHalves(Change):
     """Order of rotated dimensions in Llama's queries and keys.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,16 @@ from penstock.checkpoints.gguf.container import TensorInfo
 from penstock.checkpoints.gguf.fields import Metadata
 from penstock.checkpoints.json_file import clipped
 from penstock.errors import CheckpointError, UnsupportedModel
-from penstock.loader.gguf.changes import UNCHANGED, Change, Join, MinusOne, PairsInHalves, Transposed, latent_projection
+from penstock.loader.gguf.changes import (
+    UNCHANGED,
+    Change,
+    Join,
+    LogOfNegative,
+    MinusOne,
+    PairsInHalves,
+    Transposed,
+    latent_projection,
+)
 
 _DECODER = {
     "token_embd": "model.embed_tokens",
@@ -83,6 +93,76 @@ _GPT2 = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+_LFM2 = {
+    **_DECODER,
+    "token_embd_norm": "model.embedding_norm",
+    "output_norm": "model.embedding_norm",
+    "attn_norm": "operator_norm",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "shortconv.conv": "conv.conv",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "ffn_gate_inp": "feed_forward.gate",
+    "exp_probs_b.bias": "feed_forward.expert_bias",
+    "ffn_gate_exps": "feed_forward.experts.*.w1",
+    "ffn_up_exps": "feed_forward.experts.*.w3",
+    "ffn_down_exps": "feed_forward.experts.*.w2",
+}
+
+
+def _state_space(module: str) -> dict[str, str]:
+    """State-space layers, as a module of their layer with this name."""
+    return {
+        "ssm_in": f"{module}.in_proj",
+        "ssm_conv1d": f"{module}.conv1d",
+        "ssm_dt.bias": f"{module}.dt_bias",
+        "ssm_a": f"{module}.A_log",
+        "ssm_d": f"{module}.D",
+        "ssm_norm": f"{module}.norm",
+        "ssm_out": f"{module}.out_proj",
+    }
+
+
+_FALCON_H1 = {
+    **_DECODER,
+    **_state_space("mamba"),
+    "output_norm": "model.final_layernorm",
+    # This norm alone is stored without the kind of its tensor.
+    "ffn_norm": "pre_ff_layernorm.weight",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+_MAMBA2 = {
+    **_state_space("mixer"),
+    "token_embd": "backbone.embeddings",
+    "output_norm": "backbone.norm_f",
+    "output": "lm_head",
+    "attn_norm": "norm",
+}
+_NEMOTRON_H = {
+    **_state_space("mixer"),
+    "token_embd": "model.embeddings",
+    "output_norm": "model.norm_f",
+    "output": "lm_head",
+    "attn_norm": "norm",
+    "attn_q": "mixer.q_proj",
+    "attn_k": "mixer.k_proj",
+    "attn_v": "mixer.v_proj",
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+}
+_RECURRENT = {"lfm2": _LFM2, "lfm2moe": _LFM2, "falcon-h1": _FALCON_H1, "mamba2": _MAMBA2, "nemotron_h": _NEMOTRON_H}
+_LAYERS = {"mamba2": "backbone.layers"}
+_CONVOLUTION = re.compile(r".*\.(ssm_conv1d|shortconv\.conv)\.weight")
+_VECTOR = re.compile(r".*\.(ssm_a|ssm_d|ssm_norm\.weight)")
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 _MIXTURES = {"qwen2moe": _QWEN2_MOE, "qwen3moe": _EXPERTS, "gpt-oss": _GPT_OSS, "deepseek2": _DEEPSEEK2}
 _LAYER = re.compile(r"(?P<tower>v\.)?blk\.(?P<layer>\d+)\.(?P<part>.+)")
@@ -114,9 +194,19 @@ class TensorNames:
         return self if self.encoder is None or not stored.startswith(_OF_ENCODERS) else self.encoder
 
     def shaped(self, tensor: TensorInfo) -> TensorInfo:
-        """The tensor's description; files may have a matrix of one output as a vector."""
-        is_row = len(tensor.shape) == 1 and tensor.name.endswith(_ONE_ROW)
-        return replace(tensor, shape=(1, *tensor.shape)) if is_row else tensor
+        """The tensor's description in the shape of Transformers.
+
+        Files may have a matrix of one output as a vector, and convolutions without the dimension of their one input.
+        Parameters of heads may be matrices in files.
+        """
+        if len(tensor.shape) == 1 and tensor.name.endswith(_ONE_ROW):
+            return replace(tensor, shape=(1, *tensor.shape))
+        if len(tensor.shape) != 2:
+            return tensor
+        if _CONVOLUTION.fullmatch(tensor.name):
+            return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
+        is_vector = _VECTOR.fullmatch(tensor.name) is not None
+        return replace(tensor, shape=(math.prod(tensor.shape),)) if is_vector else tensor
 
     def name(self, stored: str) -> str | None:
         """Name in Transformers; None for a tensor that is no weight, `stored` itself for an unknown one."""
@@ -162,6 +252,9 @@ def names_of(metadata: Metadata) -> TensorNames:
         # Files of some months have the latents' projection whole and in two parts.
         is_whole = "blk.0.attn_kv_b.weight" in metadata.tensors
         return TensorNames(_MIXTURES[architecture], repeated=r"blk\.\d+\.attn_[kv]_b\.weight" if is_whole else r"(?!)")
+    if architecture in _RECURRENT:
+        changes = {r"blk\.\d+\.ssm_a": LogOfNegative()}
+        return TensorNames(_RECURRENT[architecture], layers=_LAYERS.get(architecture, "model.layers"), changes=changes)
     if architecture == "olmo2":
         return TensorNames(_FOUR_NORMS)
     if architecture == "llama":

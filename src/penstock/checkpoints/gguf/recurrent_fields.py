@@ -1,0 +1,116 @@
+"""Fields of `config.json` of models with recurrent layers, from the metadata of their GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.checkpoints.gguf.fields import Metadata
+
+_ATTENTION, _STATE_SPACE = "full_attention", "linear_attention"
+_KV_HEADS = ".attention.head_count_kv"
+
+
+def _kinds(metadata: Metadata, other: str) -> list[str]:
+    """Kind of each layer: those with KV heads have attention, and the rest is of the other kind."""
+    return [_ATTENTION if heads else other for heads in metadata.by_layer(_KV_HEADS)]
+
+
+def _state_space(metadata: Metadata) -> dict[str, Any]:
+    """Sizes of state-space layers, under the names of Granite and Falcon-H1."""
+    num_heads, inner_size = metadata.size(".ssm.time_step_rank"), metadata.size(".ssm.inner_size")
+    return {
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner_size // num_heads,
+        "mamba_n_groups": metadata.size(".ssm.group_count", 1),
+        "mamba_d_state": metadata.size(".ssm.state_size"),
+        "mamba_d_conv": metadata.size(".ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.has_tensor("ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has_tensor("ssm_in.bias"),
+    }
+
+
+def _lfm2(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **decoder,
+        "norm_eps": decoder["rms_norm_eps"],
+        "conv_L_cache": metadata.size(".shortconv.l_cache"),
+        "conv_bias": metadata.has_tensor("shortconv.in_proj.bias"),
+        "layer_types": _kinds(metadata, "conv"),
+        # The file has the size of the MLPs as it is.
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def _lfm2moe(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_lfm2(metadata, decoder),
+        "num_experts": metadata.size(".expert_count"),
+        "num_experts_per_tok": metadata.size(".expert_used_count"),
+        "moe_intermediate_size": metadata.size(".expert_feed_forward_length"),
+        "num_dense_layers": metadata.get(".leading_dense_block_count", int, 0),
+        "use_expert_bias": metadata.has_tensor("exp_probs_b.bias"),
+        "norm_topk_prob": True,
+    }
+
+
+def _falcon_h1(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """The multipliers are in the weights of the file."""
+    return {
+        **decoder,
+        **_state_space(metadata),
+        "mamba_d_ssm": metadata.size(".ssm.inner_size"),
+        "mamba_rms_norm": metadata.has_tensor("ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "projectors_bias": metadata.has_tensor("ssm_out.bias"),
+        "attention_bias": metadata.has_tensor("attn_q.bias"),
+        "mlp_bias": metadata.has_tensor("ffn_up.bias"),
+    }
+
+
+def _mamba2(metadata: Metadata) -> dict[str, Any]:
+    sizes, hidden_size = _state_space(metadata), metadata.size(".embedding_length")
+    return {
+        "hidden_size": hidden_size,
+        "num_hidden_layers": metadata.size(".block_count"),
+        "layer_norm_epsilon": metadata.required(".attention.layer_norm_rms_epsilon", float),
+        "num_heads": sizes["mamba_n_heads"],
+        "head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "expand": metadata.size(".ssm.inner_size") // hidden_size,
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "use_bias": sizes["mamba_proj_bias"],
+    }
+
+
+def _nemotron_h(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    sizes, mlp_sizes = _state_space(metadata), metadata.by_layer(".feed_forward_length")
+    kinds = ["mlp" if mlp else kind for mlp, kind in zip(mlp_sizes, _kinds(metadata, _STATE_SPACE), strict=True)]
+    return {
+        **decoder,
+        "layer_norm_epsilon": decoder["rms_norm_eps"],
+        "layers_block_type": kinds,
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "n_groups": sizes["mamba_n_groups"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "conv_kernel": sizes["mamba_d_conv"],
+        "use_conv_bias": sizes["mamba_conv_bias"],
+        "use_bias": sizes["mamba_proj_bias"],
+        "mlp_bias": metadata.has_tensor("ffn_up.bias"),
+    }
+
+
+# Class in Transformers, and function that makes the fields from those of the plain decoder, by architecture.
+RECURRENT: Mapping[str, tuple[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]]] = {
+    "falcon-h1": ("FalconH1ForCausalLM", _falcon_h1),
+    "lfm2": ("Lfm2ForCausalLM", _lfm2),
+    "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2moe),
+    "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
+}
+# Likewise without attention, from the metadata alone.
+WITHOUT_ATTENTION: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
+    "mamba2": ("Mamba2ForCausalLM", _mamba2)
+}

@@ -1,0 +1,139 @@
+"""GGUF files of small random models with recurrent layers, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from support.gguf_files import write_tokens
+
+ARCHITECTURES = {
+    "lfm2": gguf.MODEL_ARCH.LFM2,
+    "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
+    "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
+    "mamba2": gguf.MODEL_ARCH.MAMBA2,
+    "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+}
+_EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
+
+
+def write_recurrent(model: PreTrainedModel, family: str, path: Path) -> Path:
+    """Write a model in float32."""
+    config = model.config
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
+    _write_fields(writer, config, family)
+    write_tokens(writer, ("t", "1", "t1"), config.vocab_size)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        for stored, part in _stored(name, weight.float(), config, family, names):
+            writer.add_tensor(stored, part.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a weight, under their names in the file."""
+    layer = name.split(".")[2] if ".layers." in name else ""
+    if name.endswith(".experts.gate_up_proj"):
+        for kind, half in zip(("w1", "w3"), weight.chunk(2, 1), strict=True):
+            yield f"blk.{layer}.{_EXPERTS[kind]}.weight", half
+        return
+    if name.endswith(".experts.down_proj"):
+        yield f"blk.{layer}.ffn_down_exps.weight", weight
+        return
+    if family == "falcon_h1":
+        weight = _with_multipliers(name, weight, config)
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+        weight = weight.squeeze(1)
+    if name.endswith(".A_log"):
+        weight = -weight.exp()
+    if name.endswith((".A_log", ".D")):
+        weight = weight.unsqueeze(1)
+    if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
+        weight = weight.view(config.mamba_n_groups if family == "falcon_h1" else config.n_groups, -1)
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
+    if family == "nemotron_h":
+        name = name.replace("model.", "backbone.")
+    stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert stored is not None, name
+    yield stored, weight
+
+
+def _with_multipliers(name: str, weight: Tensor, config: Any) -> Tensor:
+    factors = {
+        "embed_tokens": config.embedding_multiplier,
+        "lm_head": config.lm_head_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier,
+        "k_proj": config.attention_in_multiplier * config.key_multiplier,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+    }
+    module = name.split(".")[-2]
+    if module != "in_proj":
+        return weight * factors.get(module, 1.0)
+    keys = config.mamba_n_groups * config.mamba_d_state
+    sizes = [config.mamba_d_ssm] * 2 + [keys] * 2 + [config.mamba_n_heads]
+    parts = zip(weight.split(sizes), config.ssm_multipliers, strict=True)
+    return torch.cat([part * factor * config.ssm_in_multiplier for part, factor in parts])
+
+
+def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_layer_norm_rms_eps(
+        getattr(config, "norm_eps", None) or getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+    )
+    if family == "mamba2":
+        writer.add_context_length(2**20)
+        writer.add_feed_forward_length(0)
+        writer.add_head_count(0)
+        _write_state_space(writer, config.num_heads, config.head_dim, config.n_groups, config.state_size)
+        return
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_head_count(config.num_attention_heads)
+    kinds = ["full_attention"] * config.num_hidden_layers if family == "falcon_h1" else config.layer_types
+    kv_heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
+    writer.add_head_count_kv(config.num_key_value_heads if family == "falcon_h1" else kv_heads)
+    if family == "nemotron_h":
+        writer.add_feed_forward_length([config.intermediate_size if kind == "mlp" else 0 for kind in kinds])
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        heads = config.mamba_num_heads, config.mamba_head_dim
+        _write_state_space(writer, *heads, config.n_groups, config.ssm_state_size)
+        return
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "falcon_h1":
+        writer.add_feed_forward_length(config.intermediate_size)
+        heads = config.mamba_n_heads, config.mamba_d_head
+        _write_state_space(writer, *heads, config.mamba_n_groups, config.mamba_d_state)
+        return
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+    writer.add_feed_forward_length(config.intermediate_size)
+    if family == "lfm2_moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _write_state_space(writer: gguf.GGUFWriter, num_heads: int, head_size: int, groups: int, state_size: int) -> None:
+    writer.add_ssm_conv_kernel(4)
+    writer.add_ssm_inner_size(num_heads * head_size)
+    writer.add_ssm_state_size(state_size)
+    writer.add_ssm_time_step_rank(num_heads)
+    writer.add_ssm_group_count(groups)
