@@ -27,7 +27,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_proj_bias": True, "attention_bias": True},
     ),
-    "bamba-without-attention": ("bamba", {"attn_layer_indices": None, "mlp_bias": True}),
+    "bamba-bias": ("bamba", {"attn_layer_indices": [0, 2], "mlp_bias": True, "attention_bias": True}),
     "mamba2-tied-bias": ("mamba2", {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False}),
     "nemotron-bias": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     "lfm2-attention-last": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2}),

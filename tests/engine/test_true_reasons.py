@@ -15,13 +15,15 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import UnsupportedModel
 
-STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
+STATE = (
+    "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which native recurrent and "
+    "hybrid models have alone"
+)
 ENCODER = "it is an encoder-decoder model that is not implemented here"
 OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
 
 REASONS = {
     "MambaForCausalLM": STATE,
-    "Mamba2ForCausalLM": STATE,
     "RecurrentGemmaForCausalLM": STATE,
     "RwkvForCausalLM": STATE,
     "JambaForCausalLM": STATE,

@@ -90,6 +90,16 @@ class WeightSlot:
             self.target.copy_(part)
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledSlot(WeightSlot):
+    """Destination of a checkpoint tensor that is multiplied by `factors`, which its part is broadcast with."""
+
+    factors: Tensor | float = 1.0
+
+    def fill(self, part: Tensor) -> None:
+        WeightSlot.fill(self, part.float() * self.factors)
+
+
 @runtime_checkable
 class IsSplit(Protocol):
     """A layer with a rank's part of each parameter."""

@@ -5,11 +5,9 @@ Suffixes: T tokens of the step, L logits rows, D hidden size, X features of the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
@@ -144,18 +142,9 @@ class FalconH1ForCausalLM(DecoderForCausalLM):
         )
         super().__init__(config, parallel, DecoderModel(config, parallel, layer, embed_tokens=embed_tokens))
         self._head_factor = fields.number("lm_head_multiplier", default=1.0)
-        inner, keys = sizes.inner_size, sizes.num_groups * sizes.state_size
-        _, x, b, c, _ = multipliers.state_space
-        self._channel_factors = torch.tensor([x] * inner + [b] * keys + [c] * keys, device="cpu").view(-1, 1, 1)
 
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         return super().compute_logits(hidden_LD, context).mul_(self._head_factor)
-
-    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """The convolution's weights have the factors on its inputs."""
-        if name.endswith(".mamba.conv1d.weight") and len(tensor) == len(self._channel_factors):
-            tensor = tensor.float() * self._channel_factors
-        yield from super().pieces(name, tensor)
 
 
 def _read_sizes(fields: ConfigFields, config: DecoderConfig, multipliers: Multipliers) -> StateSpace:
@@ -168,6 +157,7 @@ def _read_sizes(fields: ConfigFields, config: DecoderConfig, multipliers: Multip
         has_norm=fields.flag("mamba_rms_norm", default=False),
         gates_first=not fields.flag("mamba_norm_before_gate", default=True),
         gate_scale=multipliers.state_space[0],
+        input_scales=multipliers.state_space[1:4],
         step_scale=multipliers.state_space[4],
     )
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.recurrence import GateName, apply_gate, gated_norm
 from penstock.layers.recurrence.operations import convolve
 from penstock.layers.recurrence.state import RecurrentState
-from penstock.layers.weights import Part, WeightSlot, new_parameter
+from penstock.layers.weights import Part, ScaledSlot, WeightSlot, new_parameter
 from penstock.parallel import Group, Share
 from penstock.parallel.share import Indivisible
 
@@ -22,10 +23,13 @@ from penstock.parallel.share import Indivisible
 class CausalConvolution(nn.Module):
     """Causal depthwise convolution. weight: [K, C]; `conv1d.weight` of checkpoints is [C, 1, K].
 
-    shares: this rank's channels of each part of the checkpoint's, such as values, keys and queries.
+    shares: this rank's channels of each part of the checkpoint's, such as values, keys and queries. scales: factors on
+    the inputs of each, which the weight takes in; None for none.
     """
 
-    def __init__(self, shares: Sequence[Share], num_taps: int, *, bias: bool) -> None:
+    def __init__(
+        self, shares: Sequence[Share], num_taps: int, *, bias: bool, scales: Sequence[float] | None = None
+    ) -> None:
         super().__init__()
         begins = [sum(share.whole for share in shares[:index]) for index in range(len(shares))]
         self._whole = sum(share.whole for share in shares)
@@ -33,12 +37,15 @@ class CausalConvolution(nn.Module):
             0, tuple(Share(begin + one.start, one.size, self._whole) for begin, one in zip(begins, shares, strict=True))
         )
         self.num_channels = sum(share.size for share in shares)
+        self._scales = [(share.size, scale) for share, scale in zip(shares, scales or [1.0] * len(shares), strict=True)]
         self.weight = new_parameter(num_taps, self.num_channels)
         self.bias = new_parameter(self.num_channels) if bias else None
 
     def slots(self) -> dict[str, WeightSlot]:
         target_C1K = self.weight.t().unsqueeze(1)
-        slots = {"weight": WeightSlot((self._whole, *target_C1K.shape[1:]), target_C1K, self._part)}
+        factors = torch.cat([torch.full((size, 1, 1), scale, device="cpu") for size, scale in self._scales])
+        shape = self._whole, *target_C1K.shape[1:]
+        slots: dict[str, WeightSlot] = {"weight": ScaledSlot(shape, target_C1K, self._part, factors)}
         if self.bias is not None:
             slots["bias"] = WeightSlot((self._whole,), self.bias, self._part)
         return slots

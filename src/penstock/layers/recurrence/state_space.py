@@ -30,8 +30,8 @@ class StateSpace:
     min_step, max_step: limits of the time step. bias, output_bias, convolution_bias: whether the projections and the
     convolution have one.
     norm_eps: of the norm of the output, by groups of heads. has_norm: False for the gate alone. gates_first: whether
-    the gate is applied before that norm. gate_scale, step_scale: factors on the gate, and on the time step before its
-    bias.
+    the gate is applied before that norm. gate_scale, input_scales, step_scale: factors on the gate, on the inputs x, B
+    and C of the convolution, and on the time step before its bias.
     """
 
     num_heads: int
@@ -48,6 +48,7 @@ class StateSpace:
     has_norm: bool = True
     gates_first: bool = True
     gate_scale: float = 1.0
+    input_scales: tuple[float, ...] | None = None
     step_scale: float = 1.0
 
     @property
@@ -70,7 +71,9 @@ class StateSpaceMixer(RecurrentMixer):
         channels, keys = heads * sizes.head_size, groups * sizes.state_size
         parts = {"z": channels, "x": channels, "b": keys, "c": keys, "dt": heads}
         self.in_proj = MergedColumnParallelLinear(hidden_size, parts, bias=sizes.bias)
-        self.conv1d = CausalConvolution([channels, keys, keys], sizes.kernel_size, bias=sizes.convolution_bias)
+        self.conv1d = CausalConvolution(
+            [channels, keys, keys], sizes.kernel_size, bias=sizes.convolution_bias, scales=sizes.input_scales
+        )
         self.A_log, self.dt_bias, self.D = [_parameter(heads.size) for _ in range(3)]
         self.norm = GatedNorm(
             channels,

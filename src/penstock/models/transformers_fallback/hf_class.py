@@ -15,7 +15,10 @@ from penstock.models.transformers_fallback import own_attention
 from penstock.models.transformers_fallback.interface import CannotRun
 
 _ATTENTION_KINDS = {"full_attention", "sliding_attention"}
-_STATE = "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which is planned"
+_STATE = (
+    "it keeps a recurrent state, as Mamba does, beside or instead of keys and values, which native recurrent and "
+    "hybrid models have alone"
+)
 _PLURALS = {"image": "images", "video": "videos"}
 # Purposes of classes other than causal language models, by the Transformers table that lists them.
 _OTHER_PURPOSES = {
