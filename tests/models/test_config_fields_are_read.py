@@ -15,6 +15,10 @@ from support.checkpoints import FAMILIES, RECURRENT, tiny_config
 
 # Training, tokens, Transformers' own cache, and heads for other tasks.
 WITHOUT_EFFECT = {
+    "chunk_size",
+    "mamba_chunk_size",
+    "num_logits_to_keep",
+    "rescale_prenorm_residual",
     "attention_dropout",
     "attn_pdrop",
     "bos_token_id",
@@ -42,7 +46,17 @@ WITHOUT_EFFECT_IN = {
     "gemma3": {"_sliding_window_pattern"},
     "qwen2": {"sliding_window"},
     "qwen3": {"sliding_window"},
-    "granitemoehybrid": {"mamba_chunk_size"},
+    "bamba": {"z_loss_coefficient"},
+    "falcon_h1": {"mamba_expand"},
+    "mamba2": {"residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
+    # Transformers gives attention neither a bias nor a window; the others are of experts, which are refused.
+    "nemotron_h": {
+        *["attention_bias", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "residual_in_fp32"],
+        *["moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size"],
+        *["moe_shared_expert_overlap", "mtp_layers_block_type", "n_group", "n_routed_experts", "n_shared_experts"],
+        *["norm_topk_prob", "num_experts_per_tok", "num_nextn_predict_layers", "routed_scaling_factor"],
+        *["sliding_window", "time_step_floor", "time_step_limit", "time_step_max", "topk_group", "use_mamba_kernels"],
+    },
     "kimi_linear": {"qk_head_dim"},
     "minimax": {"block_size", "router_jitter_noise"},
     "olmo_hybrid": {
