@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.plugins import assert_equal
-from core.test_multimodal_engines import OPTIONS, run, texts
+from core.test_multimodal_engines import OPTIONS, add_prompt, run, texts
 from penstock import SamplingParams
 from penstock.config import EngineConfig
 from penstock.engine.core.engine_core import EngineCore
@@ -19,8 +19,11 @@ from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.replay import replay
 from penstock.engine.session import Session
 from penstock.errors import UnsupportedFeature
+from penstock.executor import MultiprocessExecutor
+from penstock.features.multimodal.scheduling import MediaScheduling
 from support.arrangements import assert_same
-from support.engines import Result, make_core
+from support.engines import Result, finish, make_core
+from support.features import scheduler_side
 from support.multimodal_models import MediaPrompt, expanded, save_multimodal
 
 pytestmark = pytest.mark.one_path(reason="what workers share is no matter of how they make their steps")
@@ -70,6 +73,38 @@ def test_workers_together_give_the_tokens_of_one(
         assert_equal(found, expected)
     else:
         assert_same(found, expected)
+
+
+def process_ids(core: EngineCore) -> list[int]:
+    executor = core._executor
+    assert isinstance(executor, MultiprocessExecutor)
+    return executor.process_ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_a_rank_that_is_killed_within_an_image_changes_no_token(
+    folder: Path, prompts: list[MediaPrompt], num_steps: int
+) -> None:
+    options = {**OPTIONS, **TENSOR, "max_num_batched_tokens": 9}
+    expected = results_of(make_core(folder, **options), prompts)
+    core = make_core(folder, **options)
+    cache, before = scheduler_side(core, MediaScheduling).cache, process_ids(core)
+    for number, prompt in enumerate(prompts):
+        add_prompt(core, f"r{number}", prompt)
+    results: dict[str, Result] = {}
+    # Until a request has taken in a part of an image after so many steps.
+    while num_steps > 0 or not cache.num_used_rows:
+        num_steps -= 1
+        for output in core.step():
+            results.setdefault(output.req_id, Result()).take(output)
+    os.kill(before[1], signal.SIGKILL)
+    finish(core, results)
+    assert not set(process_ids(core)) & set(before)
+    assert_equal([results[f"r{number}"] for number in range(len(prompts))], expected)
+    core.step()
+    assert cache.num_used_rows == core.scheduler.kv_cache.num_used_blocks == 0
+    core.close()
 
 
 def test_levels_of_features_beyond_the_first_stage_are_refused(tmp_path: Path) -> None:
