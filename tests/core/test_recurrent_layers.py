@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, mixer
+from penstock.contract import RpcCall
 from support.checkpoints import VOCAB_SIZE
 from support.engines import greedy, make_core, random_prompts, run
 
@@ -36,6 +37,19 @@ def test_tokens_and_bits_are_those_of_requests_alone(folder: Path, options: dict
         results = run(core, PROMPTS, PARAMS)
         assert_equal(results, alone)
     assert any(result.num_cached_tokens for result in results)
+    core.close()
+
+
+@pytest.mark.one_path(reason="recorded programs belong to the fast paths")
+def test_a_program_with_recurrent_layers_is_one_segment(folder: Path) -> None:
+    core = make_core(folder, **OPTIONS)
+    run(core, PROMPTS[:2], greedy(6))
+
+    def segments(worker: Any) -> set[int | None]:
+        programs = worker.runner.execution.programs
+        return {None if found is None else found.num_segments for found in programs._recorded.values()}
+
+    assert core.collective_rpc(RpcCall(segments)) == [{1}]
     core.close()
 
 

@@ -10,14 +10,18 @@ keys and queries, N keys' size, P values' size, W width of gates, X concatenated
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.kernels.native import NATIVE
+from penstock.kernels.native.recurrence import NativeRecurrence, StateRequests
 from penstock.kernels.recurrent_state import StateStep
+from penstock.kernels.triton import triton_runs
 
 # Of the norm of queries and keys, as in the paper's implementation of the gated delta rule.
 _UNIT_EPS = 1e-6
@@ -59,6 +63,12 @@ class ScanRule:
     has_unit_keys: bool = False
     query_scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.betas is not None and self.step_size == "value":
+            raise ValueError("the delta rule has steps per head or key channel, since it adds up the decayed state.")
+        if self.scales_values and self.step_size == "key":
+            raise ValueError("steps scale values per head or value channel; a step per key channel has no value.")
+
 
 class ScanParameters(NamedTuple):
     """Parameters of a recurrence.
@@ -75,7 +85,7 @@ class ScanParameters(NamedTuple):
 def convolve(
     x_TW: Tensor,
     inputs_BKC: Tensor,
-    step: StateStep,
+    step: StateStep | StateRequests,
     weight_KC: Tensor,
     bias_C: Tensor | None,
     *,
@@ -88,6 +98,30 @@ def convolve(
     inputs_BKC: [B, K - 1, C], pages of the last inputs of a request; with bfloat16 ones, all inputs are rounded.
     gates: columns of factors on the inputs, and on the outputs (LFM2).
     """
+    native = native_recurrence([x_TW], inputs_BKC, [weight_KC, bias_C])
+    if native is not None:
+        requests = step.of_library if isinstance(step, StateStep) else step
+        return native.convolve(
+            x_TW, inputs_BKC, requests, weight_KC, bias_C, offset=offset, gates=gates, activation=activation
+        )
+    assert isinstance(step, StateStep), "only the library's operations are traced"
+    version = triton_recurrence([x_TW], [weight_KC, bias_C])
+    run = convolve_reference if version is None else version.convolve
+    return run(x_TW, inputs_BKC, step, weight_KC, bias_C, offset=offset, gates=gates, activation=activation)
+
+
+def convolve_reference(
+    x_TW: Tensor,
+    inputs_BKC: Tensor,
+    step: StateStep,
+    weight_KC: Tensor,
+    bias_C: Tensor | None,
+    *,
+    offset: int,
+    gates: tuple[int, int] | None,
+    activation: GateName | None,
+) -> Tensor:
+    """The specification of `convolve`."""
     channels = weight_KC.shape[1]
     inputs_TC = x_TW[:, offset : offset + channels].float()
     if gates is not None:
@@ -115,7 +149,7 @@ def scan(
     mixed_TC: Tensor,
     gates_TW: Tensor,
     states_BHNP: Tensor,
-    step: StateStep,
+    step: StateStep | StateRequests,
     rule: ScanRule,
     parameters: ScanParameters,
 ) -> Tensor:
@@ -123,6 +157,25 @@ def scan(
 
     states_BHNP: pages, float32, or bfloat16: a state is rounded after every token.
     """
+    native = native_recurrence([mixed_TC, gates_TW], states_BHNP, parameters)
+    if native is not None:
+        requests = step.of_library if isinstance(step, StateStep) else step
+        return native.scan(mixed_TC, gates_TW, states_BHNP, requests, rule, parameters)
+    assert isinstance(step, StateStep), "only the library's operations are traced"
+    version = triton_recurrence([mixed_TC, gates_TW], parameters)
+    run = scan_reference if version is None else version.scan
+    return run(mixed_TC, gates_TW, states_BHNP, step, rule, parameters)
+
+
+def scan_reference(
+    mixed_TC: Tensor,
+    gates_TW: Tensor,
+    states_BHNP: Tensor,
+    step: StateStep,
+    rule: ScanRule,
+    parameters: ScanParameters,
+) -> Tensor:
+    """The specification of `scan`."""
     _, num_heads, key_size, value_size = states_BHNP.shape
     decay_log, step_bias, skip = (None if one is None else one.float() for one in parameters)
     assert decay_log is not None, "every recurrence decays"
@@ -183,6 +236,29 @@ def gated_norm(
     weight: [X], or one for all groups; None for the gate alone. gates_first: norm(y * activation(gate)), instead of
     norm(y) * activation(gate). gate_scale: factor on the gate before its activation.
     """
+    options: dict[str, Any] = {"offset": offset, "group_size": group_size, "gates_first": gates_first}
+    options |= {"activation": activation, "gate_scale": gate_scale}
+    native = native_recurrence([y_TX, gate_TW], None, [weight])
+    if native is not None:
+        return native.gated_norm(y_TX, gate_TW, weight, eps, **options)
+    version = triton_recurrence([y_TX, gate_TW], [weight])
+    run = gated_norm_reference if version is None else version.gated_norm
+    return run(y_TX, gate_TW, weight, eps, **options)
+
+
+def gated_norm_reference(
+    y_TX: Tensor,
+    gate_TW: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    *,
+    offset: int,
+    group_size: int,
+    gates_first: bool,
+    activation: GateName,
+    gate_scale: float = 1.0,
+) -> Tensor:
+    """The specification of `gated_norm`."""
     wide_TX = y_TX.float()
     gate_TX = apply_gate(activation, gate_TW, offset, y_TX.shape[1], gate_scale)
     if weight is None:
@@ -191,6 +267,24 @@ def gated_norm(
     scale_TG1 = (groups_TGX * groups_TGX).mean(2, keepdim=True).add_(eps).rsqrt_()
     normed_TX: Tensor = (groups_TGX * scale_TG1 * weight.float().view(-1, group_size)).flatten(1)
     return (normed_TX if gates_first else normed_TX * gate_TX).to(y_TX.dtype)
+
+
+def native_recurrence(
+    rows: Sequence[Tensor], states: Tensor | None, parameters: Sequence[Tensor | None]
+) -> NativeRecurrence | None:
+    """The C++ kernels, where they take these tensors; None elsewhere."""
+    if NATIVE is None or NATIVE.recurrence is None or not all(map(NATIVE.runs, rows)):
+        return None
+    return NATIVE.recurrence if NATIVE.recurrence.takes(rows, states, parameters) else None
+
+
+def triton_recurrence(rows: Sequence[Tensor], parameters: Sequence[Tensor | None]) -> ModuleType | None:
+    """The Triton kernels, where they take these tensors; None elsewhere."""
+    if not triton_runs(rows[0]):
+        return None
+    from penstock.kernels.triton import recurrence
+
+    return recurrence if recurrence.takes(rows, parameters) else None
 
 
 def apply_gate(activation: GateName, gate_TW: Tensor, offset: int, width: int, scale: float = 1.0) -> Tensor:

@@ -11,6 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from penstock.kernels.native.attention import StepRequests
+from penstock.kernels.native.recurrence import StateRequests
+
 
 class StatePages(NamedTuple):
     """Pages of a step's states, int64; 0 for none.
@@ -66,7 +69,8 @@ def state_pages(
 class StateStep:
     """Requests of a step, as operations on recurrent states take them: tensors and numbers of `StepGeometry`.
 
-    max_query_len: most tokens of a request.
+    max_query_len: most tokens of a request. requests, num_tokens: requests and tokens without padding, for the C++
+    kernels.
     """
 
     block_table_RB: Tensor
@@ -76,6 +80,13 @@ class StateStep:
     num_own_blocks: int
     block_size: int
     max_query_len: int
+    requests: StepRequests
+    num_tokens: int
+
+    @property
+    def of_library(self) -> StateRequests:
+        """The step for the C++ kernels."""
+        return StateRequests(self.requests, self.num_own_blocks, self.block_size, self.num_tokens)
 
     def pages(self) -> StatePages:
         """`state_pages` of the step."""

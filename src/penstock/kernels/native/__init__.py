@@ -25,6 +25,7 @@ from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.operations import NativeOperation, row_width
+from penstock.kernels.native.recurrence import NativeRecurrence
 from penstock.kernels.native.step_state import NativeStep
 from penstock.kernels.native.tracing import Trace
 from penstock.system.env import cpu_kernels
@@ -79,6 +80,9 @@ class NativeKernels:
         self.types = operation_types(module)
         self.attention = NativeAttention(module, instruction_set.index, self.types)
         self.experts = NativeExperts(module, self.operation("experts"))
+        # None where the library was built before these kernels were added.
+        has_recurrence = NativeRecurrence.exists(self.types)
+        self.recurrence = NativeRecurrence(module, self.types, self._index) if has_recurrence else None
         self._linear = self.operation("linear")
         self._greedy = self.operation("greedy")
         self._rows = self.operation("rows")

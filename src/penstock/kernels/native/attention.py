@@ -223,9 +223,11 @@ class NativeAttention:
         """
         if "cross_attention" not in self._types or not isinstance(query_TX, TracedTensor):
             return None
-        constants = *cache_arguments(kv_cache, shape), *shape.arguments, *_AS_THEY_ARE, *shape.ranks
+        cache = cache_arguments(kv_cache, shape)
+        constants = requests.group, False, *cache, *shape.arguments, *_AS_THEY_ARE, *shape.ranks
+        query_TX.origin.keeps_alive.append(kv_cache)
         width = shape.num_heads * shape.value_size
-        return query_TX.origin.attend_cached(query_TX, width, requests, kv_cache, constants)
+        return query_TX.origin.over_requests("cross_attention", query_TX, width, constants)
 
     def attend(self, query_THD: Tensor, kv_cache: Tensor, requests: StepRequests, shape: HeadShape) -> Tensor:
         """Attention whose keys and values are in the cache: [T, H, D]. Padding rows are undefined."""

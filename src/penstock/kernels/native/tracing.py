@@ -301,22 +301,15 @@ class Trace:
         )
         return self.stand_in(Role.ROWS, out)
 
-    def attend_cached(
-        self,
-        query_TX: TracedTensor,
-        width: int,
-        requests: TracedRequests,
-        kv_cache: Tensor,
-        arguments: Sequence[Argument],
+    def over_requests(
+        self, operation: str, x: Tensor, width: int, arguments: Sequence[Argument], second: Tensor | None = None
     ) -> TracedTensor:
-        """Record attention of queries alone to what the cache holds."""
+        """Record an operation over the step's requests in a KV-cache group, the first argument."""
         if self._is_last:
-            raise Untraceable("an attention follows the one that leaves last tokens")
+            raise Untraceable(f"{operation} follows the operation that leaves last tokens")
         out = Cell(width)
-        self.keeps_alive.append(kv_cache)
-        self._record(
-            self.types["cross_attention"], (self._cell(query_TX), None, out), (requests.group, False, *arguments)
-        )
+        cells = self._cell(x), None if second is None else self._cell(second), out
+        self._record(self.types[operation], cells, arguments)
         return self.stand_in(Role.ROWS, out)
 
     def attend_texts(

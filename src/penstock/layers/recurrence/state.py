@@ -14,6 +14,9 @@ from torch import Tensor, nn
 from penstock.attention import CacheBackend, ForwardContext, StepGeometry
 from penstock.contract import RecurrentStateSpec
 from penstock.device.base import TORCH_DTYPES
+from penstock.kernels.native.attention import StepRequests
+from penstock.kernels.native.recurrence import StateRequests
+from penstock.kernels.native.tracing import TracedRequests
 from penstock.kernels.recurrent_state import StateStep
 
 # Alignment of the parts of a page, in bytes.
@@ -27,10 +30,15 @@ class RecurrentBackend(CacheBackend):
     keeps_metadata = True
     is_capturable = True
 
+    def __init__(self) -> None:
+        self._spec: RecurrentStateSpec | None = None
+
     def view_pages(self, pages_NX: Tensor, spec: RecurrentStateSpec) -> Tensor:
+        self._spec = spec
         return pages_NX
 
     def make_metadata(self, geometry: StepGeometry) -> StateStep:
+        tensors = geometry.query_start_loc, geometry.seq_lens, geometry.block_table
         return StateStep(
             geometry.block_table,
             geometry.query_start_loc,
@@ -39,7 +47,14 @@ class RecurrentBackend(CacheBackend):
             num_own_blocks=geometry.num_own_blocks,
             block_size=geometry.block_size,
             max_query_len=geometry.max_query_len,
+            requests=StepRequests.of(*tensors, geometry.num_actual_reqs),
+            num_tokens=geometry.num_actual_tokens,
         )
+
+    def traced(self, requests: TracedRequests) -> StateRequests:
+        """Requests of every step of the group."""
+        assert self._spec is not None, "the backend's layers have pages"
+        return StateRequests(requests, self._spec.num_own_blocks, self._spec.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -279,6 +279,89 @@ struct AbsorbArgs {
   float norm_eps;
 };
 
+// States of a step's requests, a part of a page each (kernels/recurrent_state.py).
+//
+// A row of the block table has num_own_blocks blocks of the request's own, the state after position p in block
+// p % num_own_blocks, then one block per block_size positions for snapshots, 0 where there is none.
+struct StatePages {
+  char* pages;
+  int64_t page_stride;  // bytes
+  int64_t num_own_blocks, block_size;
+  const int32_t* query_start;
+  const int32_t* seq_lens;
+  const int32_t* block_table;
+  int64_t block_table_stride, num_requests;
+};
+
+enum class StateType : int { kFloat32 = 0, kBfloat16 = 1 };
+enum class GateActivation : int { kNone = 0, kSilu = 1, kSigmoid = 2 };
+
+// Causal depthwise convolution of the columns of x from `offset` on, as `convolve` of kernels/recurrence.py.
+//
+// The state is the last taps - 1 inputs, [taps - 1][channels]. gate_before, gate_after: columns of factors on inputs
+// and outputs; negative for none. weight: [taps][channels].
+struct ConvolutionArgs {
+  StatePages states;
+  StateType state_type;
+  const float* x;
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+  int64_t offset, gate_before, gate_after, channels, taps;
+  GateActivation activation;
+  const float* weight;
+  const float* bias;  // [channels], or nullptr
+  int num_threads;
+};
+
+constexpr int64_t kMostTaps = 16;
+
+// Steps of a recurrence: a number per head, per head and key channel, or per head and value channel.
+enum class StepSize : int { kHead = 0, kKey = 1, kValue = 2 };
+
+// Linear recurrence, as `scan` of kernels/recurrence.py; the state is [heads][key_size][value_size].
+//
+// steps, betas: negative for none. decays_by_element: decay_log is [heads][key_size][value_size] instead of [heads].
+// skips_by_value: skip is [heads][value_size] instead of [heads].
+struct RecurrenceArgs {
+  StatePages states;
+  StateType state_type;
+  const float* mixed;
+  int64_t mixed_stride;
+  const float* gates;
+  int64_t gates_stride;
+  float* out;  // rows of heads * value_size
+  int64_t out_stride;
+  int64_t num_heads, num_groups, key_size, value_size;
+  int64_t values, keys, queries, steps, betas;
+  StepSize step_size;
+  int scales_values, has_unit_keys, decays_by_element, skips_by_value;
+  float step_scale, min_step, max_step, beta_scale, query_scale;
+  const float* decay_log;
+  const float* step_bias;  // as many as steps, or nullptr
+  const float* skip;       // or nullptr
+  int num_threads;
+};
+
+// RMS norm by groups of x, with a gate from the columns of `gate` from `offset` on, as `gated_norm` of
+// kernels/recurrence.py.
+//
+// weight: [size], weight_stride is group_size, or one for all groups, [group_size], and 0; nullptr for the gate alone.
+struct GatedNormArgs {
+  const float* x;  // rows of `size`
+  int64_t x_stride;
+  const float* gate;
+  int64_t gate_stride;
+  float* out;  // rows of `size`, contiguous
+  int64_t rows, size, offset, group_size;
+  const float* weight;
+  int64_t weight_stride;
+  float eps, gate_scale;
+  int gates_first;
+  GateActivation activation;
+  int num_threads;
+};
+
 struct Kernels {
   const char* name;
   // Whether the CPU has an instruction for products of bfloat16 pairs.
@@ -307,6 +390,9 @@ struct Kernels {
   bool (*adapters)(const AdapterArgs&);  // false as above
   bool (*head_products)(const HeadProductsArgs&);  // false as above
   bool (*absorb)(const AbsorbArgs&);               // false as above
+  void (*convolve)(const ConvolutionArgs&);
+  bool (*recur)(const RecurrenceArgs&);  // false as above
+  void (*gated_norm)(const GatedNormArgs&);
 };
 
 // nullptr where the library was built for another architecture.

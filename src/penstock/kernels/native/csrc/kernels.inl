@@ -23,6 +23,8 @@
 #include "attention.inl"
 #include "attention_encoder.inl"
 #include "attention_phases.inl"
+#include "recurrence_states.inl"
+#include "recurrence.inl"
 
 namespace PENSTOCK_NAMESPACE {
 
@@ -30,7 +32,7 @@ static const Kernels kTable = {
     PENSTOCK_NAME, kHasPairProducts, kHasTileProducts, kPanel,        pack_weight, unpack_weight, linear,
     greedy,        attention,        rows,             lookup,        rms_norm,    gate_and_mul,  rotary,
     argmax,        draw,             allow_by_bits,    layer_norm,    activate,    adapters,      head_products,
-    absorb,
+    absorb,           convolve,         recur,            gated_norm,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -17,6 +17,7 @@
 #include "processor.h"
 #include "program.h"
 #include "quantized.h"
+#include "recurrence.h"
 #include "step.h"
 #include "tile_choices.h"
 
@@ -248,6 +249,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(quantized_unpack),
     {"operation_types", operation_types, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(operation),
+    PENSTOCK_FUNCTION(step_operation),
     {"operation_bytes", operation_bytes, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(store_operation),
     PENSTOCK_FUNCTION(route),

@@ -100,6 +100,35 @@ PyObject* operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return result.had_memory ? PyLong_FromLongLong(result.status) : PyErr_NoMemory();
 }
 
+// (number, instruction set, rows, actual tokens, threads, address and stride of each of x, second and out that it has,
+// StepRequests, arguments): an operation over the requests of a step, whose group is 0.
+PyObject* step_operation(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  Operation operation = read_type(in);
+  if (operation.type == nullptr) return nullptr;
+  ProgramStep step{};
+  StepRequests requests;
+  Call call{};
+  call.kernels = in.kernels();
+  in.read(step.num_rows, step.num_tokens, call.num_threads);
+  call.x = read_rows(in, operation.type->x);
+  call.second = read_rows(in, operation.type->second);
+  call.out = read_rows(in, operation.type->out);
+  in.read(requests.query_start, requests.seq_lens, requests.block_table, requests.block_table_stride,
+          requests.num_requests);
+  read_fields(operation, in);
+  if (!in.are_good()) return nullptr;
+  call.num_rows = step.num_rows;
+  step.groups = &requests;
+  call.step = &step;
+  Result result;
+  Py_BEGIN_ALLOW_THREADS;
+  result = operation.type->run(operation, call);
+  Py_END_ALLOW_THREADS;
+  if (!result.had_memory) return PyErr_NoMemory();
+  Py_RETURN_NONE;
+}
+
 // Bytes of an operation, as `store_operation` writes it.
 PyObject* operation_bytes(PyObject*, PyObject*) { return PyLong_FromSize_t(sizeof(Operation)); }
 

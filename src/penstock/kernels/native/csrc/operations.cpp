@@ -7,6 +7,7 @@
 #include "attention_of_ranks.h"
 #include "experts.h"
 #include "program.h"
+#include "recurrence.h"
 #include "scratch.h"
 
 namespace penstock {
@@ -380,6 +381,11 @@ constexpr FieldType type_of() {
   FIELD(Arguments, shape.bits), FIELD(Arguments, shape.out_features), FIELD(Arguments, shape.in_features), \
       FIELD(Arguments, shape.group_size), FIELD(Arguments, shape.has_minimums), FIELD(Arguments, shape.scale_bytes)
 
+#define STATES(Arguments, member)                                                              \
+  FIELD(Arguments, group), FIELD(Arguments, member.states.pages), FIELD(Arguments, member.states.page_stride), \
+      FIELD(Arguments, member.states.num_own_blocks), FIELD(Arguments, member.states.block_size),              \
+      FIELD(Arguments, member.state_type)
+
 #define ATTENTION_FIELDS                                                                                            \
   FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),                                             \
       FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),             \
@@ -487,6 +493,32 @@ const OperationType kTypes[] = {
       FIELD(ExpertsArguments, rule.best_of_group), FIELD(ExpertsArguments, rule.least_sum),
       FIELD(ExpertsArguments, rule.jitter), FIELD(ExpertsArguments, experts),
       FIELD(ExpertsArguments, gate_up_size), FIELD(ExpertsArguments, inner_size), FIELD(ExpertsArguments, load)},
+     nullptr},
+    {"causal_convolution", kStep, kRead, kNone, kMake, kNoInput, false, causal_convolution,
+     {STATES(ConvolutionArguments, convolution), FIELD(ConvolutionArguments, convolution.offset),
+      FIELD(ConvolutionArguments, convolution.gate_before), FIELD(ConvolutionArguments, convolution.gate_after),
+      FIELD(ConvolutionArguments, convolution.channels), FIELD(ConvolutionArguments, convolution.taps),
+      FIELD(ConvolutionArguments, convolution.activation), FIELD(ConvolutionArguments, convolution.weight),
+      FIELD(ConvolutionArguments, convolution.bias)},
+     nullptr},
+    {"linear_recurrence", kStep, kRead, kRead, kMake, kNoInput, false, linear_recurrence,
+     {STATES(RecurrenceArguments, recurrence), FIELD(RecurrenceArguments, recurrence.num_heads),
+      FIELD(RecurrenceArguments, recurrence.num_groups), FIELD(RecurrenceArguments, recurrence.key_size),
+      FIELD(RecurrenceArguments, recurrence.value_size), FIELD(RecurrenceArguments, recurrence.values),
+      FIELD(RecurrenceArguments, recurrence.keys), FIELD(RecurrenceArguments, recurrence.queries),
+      FIELD(RecurrenceArguments, recurrence.steps), FIELD(RecurrenceArguments, recurrence.betas),
+      FIELD(RecurrenceArguments, recurrence.step_size), FIELD(RecurrenceArguments, recurrence.scales_values),
+      FIELD(RecurrenceArguments, recurrence.has_unit_keys), FIELD(RecurrenceArguments, recurrence.decays_by_element),
+      FIELD(RecurrenceArguments, recurrence.skips_by_value), FIELD(RecurrenceArguments, recurrence.step_scale),
+      FIELD(RecurrenceArguments, recurrence.min_step), FIELD(RecurrenceArguments, recurrence.max_step),
+      FIELD(RecurrenceArguments, recurrence.beta_scale), FIELD(RecurrenceArguments, recurrence.query_scale),
+      FIELD(RecurrenceArguments, recurrence.decay_log), FIELD(RecurrenceArguments, recurrence.step_bias),
+      FIELD(RecurrenceArguments, recurrence.skip)},
+     nullptr},
+    {"gated_norm", kRows, kRead, kRead, kMake, kNoInput, false, gated_norm,
+     {FIELD(GatedNormArgs, size), FIELD(GatedNormArgs, offset), FIELD(GatedNormArgs, group_size),
+      FIELD(GatedNormArgs, weight), FIELD(GatedNormArgs, weight_stride), FIELD(GatedNormArgs, eps),
+      FIELD(GatedNormArgs, gate_scale), FIELD(GatedNormArgs, gates_first), FIELD(GatedNormArgs, activation)},
      nullptr},
     {"keep_last", kRows, kChange, kNone, kNone, kNoInput, false, keep_last, {}, nullptr},
     {"narrow", kStep, kChange, kNone, kNone, kNoInput, false, narrow, {}, nullptr},
