@@ -11,75 +11,22 @@ keys and queries, N keys' size, P values' size, W width of gates, X concatenated
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.recurrence import NativeRecurrence, StateRequests
+from penstock.kernels.recurrence_rule import GateName as GateName
+from penstock.kernels.recurrence_rule import ScanParameters as ScanParameters
+from penstock.kernels.recurrence_rule import ScanRule as ScanRule
 from penstock.kernels.recurrent_state import StateStep
 from penstock.kernels.triton import triton_runs
 
 # Of the norm of queries and keys, as in the paper's implementation of the gated delta rule.
 _UNIT_EPS = 1e-6
-
-GateName = Literal["silu", "sigmoid"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScanRule:
-    """A linear recurrence: where a token's row has its operands, and how the state advances.
-
-    Of every head, with a state s [N, P], key k and query q [N], value v [P]:
-
-        d = clamp(softplus(steps * step_scale + step_bias), min_step, max_step), or 1 without steps
-        s = s * exp(-exp(decay_log) * d)
-        u = sigmoid(betas) * beta_scale * (v - k^T s), or d * v with `scales_values`, or v
-        s = s + k u^T
-        y = q^T s + skip * v
-
-    values, keys, queries: first columns among the mixed rows, of [H, P], [G, N] and [G, N]; head h has the keys and
-        queries of group h // (H / G).
-    steps: first column among the gates; None for none. step_size: steps are [H], [H, N] or [H, P].
-    betas: first column among the gates, of [H]; None for a recurrence without the delta rule.
-    has_unit_keys: queries and keys are divided by their norms. query_scale: factor on queries, after that.
-    """
-
-    num_groups: int
-    values: int
-    keys: int
-    queries: int
-    steps: int | None = None
-    step_size: Literal["head", "key", "value"] = "head"
-    step_scale: float = 1.0
-    scales_values: bool = False
-    min_step: float = 0.0
-    max_step: float = float("inf")
-    betas: int | None = None
-    beta_scale: float = 1.0
-    has_unit_keys: bool = False
-    query_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.betas is not None and self.step_size == "value":
-            raise ValueError("the delta rule has steps per head or key channel, since it adds up the decayed state.")
-        if self.scales_values and self.step_size == "key":
-            raise ValueError("steps scale values per head or value channel; a step per key channel has no value.")
-
-
-class ScanParameters(NamedTuple):
-    """Parameters of a recurrence.
-
-    decay_log: [H], or [H, N, P]. step_bias: as many as steps, [H * N] of steps per key channel; None for none.
-    skip: [H], or [H * P]; None for none.
-    """
-
-    decay_log: Tensor
-    step_bias: Tensor | None = None
-    skip: Tensor | None = None
 
 
 def convolve(

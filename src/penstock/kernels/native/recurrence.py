@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.tracing import Argument, TracedRequests, TracedTensor
-
-if TYPE_CHECKING:
-    from penstock.kernels.recurrence import ScanParameters, ScanRule
+from penstock.kernels.recurrence_rule import ScanParameters, ScanRule
 
 _STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {None: 0, "silu": 1, "sigmoid": 2}

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.recurrence import ScanParameters, ScanRule
+from penstock.kernels.recurrence_rule import ScanParameters, ScanRule
 from penstock.kernels.recurrent_state import StateStep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

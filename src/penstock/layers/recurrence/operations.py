@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.kernels import recurrence
 from penstock.kernels.native.recurrence import StateRequests
-from penstock.kernels.native.tracing import TracedRequests
 from penstock.kernels.recurrence import GateName, ScanParameters, ScanRule, native_recurrence
 from penstock.kernels.recurrent_state import StateStep
 from penstock.layers.recurrence.state import RecurrentState
@@ -80,10 +79,10 @@ def _over_states(
 
     def by_library(context: ForwardContext, *rows: Tensor) -> list[Tensor] | None:
         bound = context.layers[state.name]
-        requests = context.metadata[bound.group]
-        if not isinstance(requests, TracedRequests) or native_recurrence(rows, None, parameters) is None:
+        if native_recurrence(rows, None, parameters) is None:
             return None
-        return [operation(bound.kv_cache, bound.backend.traced(requests), *rows)]
+        requests = bound.backend.of_every_step(context.metadata[bound.group])
+        return [operation(bound.kv_cache, requests, *rows)]
 
     (out,) = context.of_all_tokens().opaque(call, *rows, widths=[width], by_library=by_library)
     return out

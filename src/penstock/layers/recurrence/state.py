@@ -11,12 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from penstock.attention import CacheBackend, ForwardContext, StepGeometry
+from penstock.attention import AttentionMetadata, CacheBackend, ForwardContext, StepGeometry
 from penstock.contract import RecurrentStateSpec
 from penstock.device.base import TORCH_DTYPES
 from penstock.kernels.native.attention import StepRequests
 from penstock.kernels.native.recurrence import StateRequests
-from penstock.kernels.native.tracing import TracedRequests
 from penstock.kernels.recurrent_state import StateStep
 
 # Alignment of the parts of a page, in bytes.
@@ -51,10 +50,10 @@ class RecurrentBackend(CacheBackend):
             num_tokens=geometry.num_actual_tokens,
         )
 
-    def traced(self, requests: TracedRequests) -> StateRequests:
-        """Requests of every step of the group."""
+    def of_every_step(self, traced: AttentionMetadata) -> StateRequests:
+        """Requests of a program, from its traced metadata."""
         assert self._spec is not None, "the backend's layers have pages"
-        return StateRequests(requests, self._spec.num_own_blocks, self._spec.block_size)
+        return StateRequests(traced.requests, self._spec.num_own_blocks, self._spec.block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
