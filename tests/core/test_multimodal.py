@@ -38,6 +38,13 @@ WITH_VIDEOS = {
 
 def prompts_of(name: str) -> list[Prompt]:
     """Texts with items of several sizes: one, several, none; at the beginning, in the middle and at the end."""
+    if name in ("audioflamingo3", "glmasr"):
+        # Transformers' processors take one clip in a text.
+        return [
+            (f"{words(5, 6)} <audio> {words(7)}", {"audio": [tone(0.5)]}),
+            (words(*range(10, 31)), {}),
+            (f"<audio> {words(11)}", {"audio": [tone(2.5, 900)]}),
+        ]
     if name in AUDIO:
         return [
             (f"{words(5, 6)} <audio> {words(7)}", {"audio": [tone(0.5)]}),

@@ -169,7 +169,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
 }
 
 # Classes of the families with audio.
-AUDIO = {"qwen2-audio": "Qwen2AudioForConditionalGeneration", "voxtral": "VoxtralForConditionalGeneration"}
+AUDIO = {
+    "qwen2-audio": "Qwen2AudioForConditionalGeneration",
+    "voxtral": "VoxtralForConditionalGeneration",
+    "audioflamingo3": "AudioFlamingo3ForConditionalGeneration",
+    "glmasr": "GlmAsrForConditionalGeneration",
+}
 # Windows of 2 s: 100 positions.
 _WHISPER = {
     "d_model": 32,
@@ -179,9 +184,20 @@ _WHISPER = {
     "num_mel_bins": 16,
     "max_source_positions": 100,
 }
+_WHISPER_RENAMED = {
+    "hidden_size": 32,
+    "num_attention_heads": 2,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_mel_bins": 16,
+    "max_source_positions": 100,
+    "max_position_embeddings": 100,
+}
 FAMILIES |= {
     "qwen2-audio": ("qwen2_audio", {"model_type": "qwen2"}, _WHISPER, {"audio_token_index": AUDIO_ID}),
     "voxtral": ("voxtral", {"model_type": "llama"}, _WHISPER, {"audio_token_id": AUDIO_ID}),
+    "audioflamingo3": ("audioflamingo3", {"model_type": "qwen2"}, _WHISPER_RENAMED, {"audio_token_id": AUDIO_ID}),
+    "glmasr": ("glmasr", {"model_type": "llama"}, _WHISPER_RENAMED, {"audio_token_id": AUDIO_ID}),
 }
 
 
@@ -308,7 +324,9 @@ PROCESSORS["mistral3"] = {
     },
 }
 _SPECTROGRAMS = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 16, "chunk_length": 2}
-PROCESSORS |= {name: {"preprocessor_config": _SPECTROGRAMS} for name in AUDIO}
+PROCESSORS |= {
+    name: {"preprocessor_config": _SPECTROGRAMS, "processor_config": {"audio_token": "<audio>"}} for name in AUDIO
+}
 PROCESSORS["qwen2.5-vl"] = PROCESSORS["qwen2-vl"]
 MODEL_TYPES = {name: name.replace("-", "_").replace(".", "_") for name in PROCESSORS}
 # Text in the place of an image.
@@ -347,6 +365,8 @@ def save_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="w0",
+        # Some processors pad, though a single text needs none.
+        pad_token="<global-img>",
         additional_special_tokens=list(SPECIAL_TOKENS.values()),
         extra_special_tokens=_NAMED_TOKENS,
     )

@@ -26,6 +26,8 @@ _LANGUAGE = ("language_model", "text_model", "lm_head")
 _PREFIXES = ("", "model.")
 # Pixels of an image's side where the configuration does not say.
 _IMAGE_SIZE = 224
+# Size of a spectrogram of Whisper's largest encoder, likewise.
+_AUDIO_BINS, _AUDIO_POSITIONS = 128, 1500
 
 
 class TransformersEncoder(MediaEncoder):
@@ -39,6 +41,10 @@ class TransformersEncoder(MediaEncoder):
         self.feature_size = model.config.get_text_config().hidden_size
         size = (checkpoint.hf_config.get("vision_config") or {}).get("image_size")
         self._size = size if isinstance(size, int) else _IMAGE_SIZE
+        audio = checkpoint.hf_config.get("audio_config") or {}
+        positions = audio.get("max_source_positions") or audio.get("max_position_embeddings") or _AUDIO_POSITIONS
+        # Bins and frames of a spectrogram, whose frames are halved.
+        self._window = audio.get("num_mel_bins", _AUDIO_BINS), 2 * positions
         self._encode = {modality: _method(model, modality) for modality in self.modalities}
         # Not a submodule: its parameters are, without the language model's.
         self._model = (model,)
@@ -59,7 +65,11 @@ class TransformersEncoder(MediaEncoder):
         return features.reshape(-1, self.feature_size)  # type: ignore[no-any-return]
 
     def dummy_item(self, most_rows: int) -> DummyItem:
-        """See `MediaEncoder`: one image of the configuration's size."""
+        """See `MediaEncoder`: one image of the configuration's size, or one window of a spectrogram."""
+        if "image" not in self.modalities:
+            windows = np.zeros((1, *self._window), dtype=np.float32)
+            mask = np.ones((1, windows.shape[2]), dtype=np.int64)
+            return DummyItem("audio", {"input_features": windows, "input_features_mask": mask})
         return DummyItem("image", {"pixel_values": np.zeros((1, 3, self._size, self._size), dtype=np.float32)})
 
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
