@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,11 @@ REASONS = {
     "BigBirdPegasusForConditionalGeneration": ENCODER,
     "ViTForImageClassification": "it takes images in a way that is not implemented",
     "BigBirdForCausalLM": OWN_ATTENTION,
+    "Qwen2_5OmniForConditionalGeneration": "it takes images and videos and audio in a way that is not implemented",
+    "Qwen2_5OmniThinkerForConditionalGeneration": "it takes images and videos and audio in a way that is not impl",
+    "GraniteSpeechForConditionalGeneration": "it takes audio in a way that is not implemented",
+    "Phi4MultimodalForCausalLM": "it takes images and audio in a way that is not implemented",
+    "Gemma3nForCausalLM": "its last layers read the keys and values of earlier ones (num_kv_shared_layers)",
 }
 
 
@@ -58,3 +64,19 @@ def test_the_plan_and_the_engine_give_the_true_reason(
     assert str(planned.value) == str(started.value)
     assert f"({class_name}) cannot run" in str(planned.value)
     assert REASONS[class_name] in str(planned.value)
+
+
+def test_a_model_with_code_of_its_own_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """Ultravox, which Transformers has no class of."""
+    fields = {
+        "architectures": ["UltravoxModel"],
+        "model_type": "ultravox",
+        "auto_map": {"AutoModel": "ultravox_model.UltravoxModel"},
+        "audio_config": {"model_type": "whisper"},
+        "text_config": {"model_type": "llama"},
+        "vocab_size": 32_000,
+        "hidden_size": 64,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModel, match=r"'UltravoxModel'.* nor in Transformers .*\(auto_map\) is not run"):
+        plan_engine(str(tmp_path), device="cpu", load_format="dummy", max_model_len=64)

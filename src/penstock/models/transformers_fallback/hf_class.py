@@ -97,6 +97,8 @@ def _refuse_unsuitable(model_class: type[PreTrainedModel], config: PretrainedCon
         raise CannotRun(_other_purpose(model_class.__name__))
     if getattr(config, "add_cross_attention", False):
         raise CannotRun("it has cross attention, which the native encoder-decoder models have alone")
+    if getattr(config.get_text_config(), "num_kv_shared_layers", None):
+        raise CannotRun("its last layers read the keys and values of earlier ones (num_kv_shared_layers)")
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted(set(kinds) - _ATTENTION_KINDS)
     if "linear_attention" in others:
