@@ -27,11 +27,14 @@ _PIECE_BYTES = 2 << 20
 
 
 class _Pool:
-    """Blocks of one pool. num_ready: prefaulted ones. wakes_at: highest used block beyond which more pages are."""
+    """Blocks of one pool. num_ready: prefaulted ones. wakes_at: highest used block beyond which more pages are.
+
+    bytes_per_block: 0 on a pipeline stage without layers of the pool.
+    """
 
     def __init__(self, num_blocks: int, bytes_per_block: int) -> None:
         self.num_blocks = num_blocks
-        self.num_ahead = min(-(-num_blocks // _SHARE), max(1, _MOST_BYTES // bytes_per_block))
+        self.num_ahead = min(-(-num_blocks // _SHARE), max(1, _MOST_BYTES // max(1, bytes_per_block)))
         self.num_ready = 0
         self.wakes_at = num_blocks
 
