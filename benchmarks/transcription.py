@@ -99,7 +99,7 @@ class _Transformers:
             folder, dtype=torch.float32, trust_remote_code=False
         )
         self._model = model.eval()
-        self._extract = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+        self._extract = transformers.WhisperFeatureExtractor()
 
     def transcribe(self, clips: list[np.ndarray], num_tokens: int, batch_size: int) -> float:
         """Seconds for all clips."""
@@ -156,7 +156,7 @@ def serve_ctranslate2(folder: Path) -> None:
     converted = str(folder / "ctranslate2")
     TransformersConverter(str(folder)).convert(converted, quantization="float32")
     model = ctranslate2.models.Whisper(converted, device="cpu", compute_type="float32", intra_threads=os.cpu_count())
-    extract = transformers.WhisperFeatureExtractor.from_pretrained(folder)
+    extract = transformers.WhisperFeatureExtractor()
     for line in sys.stdin:
         num_tokens, batch_size = json.loads(line)
         clips = list(np.load(folder / "clips.npy"))
