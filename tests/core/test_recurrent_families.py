@@ -31,6 +31,45 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2-tied-bias": ("mamba2", {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False}),
     "nemotron-bias": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     "lfm2-attention-last": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2}),
+    "kimi_linear-attention-last": (
+        "kimi_linear",
+        {"layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_heads": 2, "moe_renormalize": False},
+    ),
+    "minimax-window": (
+        "minimax",
+        {"sliding_window": 9, "head_dim": 24, "layer_types": ["linear_attention", "full_attention"] * 2},
+    ),
+    "olmo_hybrid-rope": (
+        "olmo_hybrid",
+        {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+            "linear_allow_neg_eigval": False,
+            "linear_value_head_dim": 20,
+            "attention_bias": True,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
+    "qwen3_next-attention-last": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 4,
+            "mlp_only_layers": [],
+            "decoder_sparse_step": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
+    "qwen3_5-tied-mqa": (
+        "qwen3_5",
+        {
+            "num_key_value_heads": 1,
+            "linear_num_key_heads": 1,
+            "linear_conv_kernel_dim": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
+        },
+    ),
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {**{name: (name, {}) for name in RECURRENT}, **VARIANTS}
 LENGTHS = (1, 40, 3, 17, 70)
