@@ -10,7 +10,7 @@ import pytest
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest
-from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
+from penstock.features.multimodal.inputs.placeholders import Placeholders
 from penstock.features.multimodal.messages import Run
 from penstock.media.processors.processor import ProcessedItem
 
@@ -27,10 +27,8 @@ def placeholders(**fields: Any) -> Placeholders:
     return Placeholders(MultimodalCheckpoint("M", hf_config, ("image", "video"), rope_sections=(1, 1, 1)), tokenize)
 
 
-def item(key: str, modality: str, text: str, *forms: str, **fields: Any) -> PlacedItem:
-    return PlacedItem(
-        modality, ProcessedItem(key, forms or (f"<{modality}>",), text, fields.pop("inputs", {}), **fields)
-    )
+def item(key: str, modality: str, text: str, *forms: str, **fields: Any) -> ProcessedItem:
+    return ProcessedItem(modality, key, forms or (f"<{modality}>",), text, fields.pop("inputs", {}), **fields)
 
 
 PICTURE, OTHER = item("p", "image", "<image> <image>"), item("o", "image", "<image>")

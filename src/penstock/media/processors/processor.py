@@ -30,12 +30,13 @@ _ONE_WINDOW = ("Qwen2AudioProcessor",)
 
 
 class ProcessedItem(NamedTuple):
-    """An item as the processor has made it.
+    """An item of a modality as the processor has made it.
 
     key: of its content and the processor's options. placeholders: its place in a prompt, in one of these forms. text:
     what takes the placeholder's place. inputs: of the encoder, by name. row_seconds: time of a row of a video's grid.
     """
 
+    modality: str
     key: str
     placeholders: tuple[str, ...]
     text: str
@@ -122,7 +123,8 @@ class MediaProcessor:
         inputs = {name: _array(values) for name, values in made.items() if name not in _OF_TEXT}
         seconds = inputs.pop(_ROW_SECONDS, None)
         row_seconds = None if seconds is None else float(seconds.to_numpy()[0])
-        return ProcessedItem(key, _forms(processor, placeholder, heard[-1]), heard[-1], inputs, row_seconds)
+        forms = _forms(processor, placeholder, heard[-1])
+        return ProcessedItem(modality, key, forms, heard[-1], inputs, row_seconds)
 
     def _of_features(self, key: str, media: Media) -> ProcessedItem:
         """An item given by its features: text as of a small one, with as many tokens as there are features."""
@@ -150,7 +152,7 @@ class MediaProcessor:
                 f"Give the {modality} itself."
             )
         text = small.text[: runs[0].start()] + token * num_rows + small.text[runs[0].end() :]
-        return ProcessedItem(key, small.placeholders, text, inputs)
+        return ProcessedItem(modality, key, small.placeholders, text, inputs)
 
     def _read(self) -> Any:
         with self._lock:

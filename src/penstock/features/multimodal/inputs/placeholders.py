@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,13 +11,6 @@ from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import InvalidRequest
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
 from penstock.media.processors.processor import ProcessedItem, row_token_id
-
-
-class PlacedItem(NamedTuple):
-    """An item of a prompt."""
-
-    modality: str
-    processed: ProcessedItem
 
 
 class Placeholders:
@@ -33,25 +25,23 @@ class Placeholders:
             if (token_id := row_token_id(checkpoint.hf_config, modality)) is not None
         }
 
-    def expand_text(self, text: str, items: Sequence[PlacedItem]) -> tuple[str, list[PlacedItem]]:
+    def expand_text(self, text: str, items: Sequence[ProcessedItem]) -> tuple[str, list[ProcessedItem]]:
         """Replace the placeholders of a text, of each modality in the order of its items.
 
         Returns the items in the order of the text too. Raises InvalidRequest unless there are as many as items.
         """
         by_modality = _by_modality(items)
-        forms = {
-            modality: "|".join(map(re.escape, own[0].processed.placeholders)) for modality, own in by_modality.items()
-        }
+        forms = {modality: "|".join(map(re.escape, own[0].placeholders)) for modality, own in by_modality.items()}
         pattern = "|".join(f"(?P<{modality}>{form})" for modality, form in forms.items())
         found = list(re.finditer(pattern, text)) if pattern else []
         ordered = self._in_order([str(match.lastgroup) for match in found], by_modality)
         pieces, done = [], 0
         for match, item in zip(found, ordered, strict=True):
-            pieces += [text[done : match.start()], item.processed.text]
+            pieces += [text[done : match.start()], item.text]
             done = match.end()
         return "".join([*pieces, text[done:]]), ordered
 
-    def expand_ids(self, token_ids: list[int], items: Sequence[PlacedItem]) -> tuple[list[int], list[PlacedItem]]:
+    def expand_ids(self, token_ids: list[int], items: Sequence[ProcessedItem]) -> tuple[list[int], list[ProcessedItem]]:
         """Replace the placeholders among token ids, unless they are expanded already; otherwise as `expand_text`."""
         by_modality = _by_modality(items)
         if self._are_expanded(token_ids, by_modality):
@@ -59,7 +49,7 @@ class Placeholders:
         forms = [
             (list(self._tokenize(form)), modality)
             for modality, own in by_modality.items()
-            for form in own[0].processed.placeholders
+            for form in own[0].placeholders
         ]
         firsts = np.unique([ids[0] for ids, _ in forms])
         found: list[tuple[int, int, str]] = []
@@ -70,11 +60,11 @@ class Placeholders:
         ordered = self._in_order([modality for _, _, modality in found], by_modality)
         expanded, done = [], 0
         for (start, stop, _), item in zip(found, ordered, strict=True):
-            expanded += [*token_ids[done:start], *self._tokenize(item.processed.text)]
+            expanded += [*token_ids[done:start], *self._tokenize(item.text)]
             done = stop
         return [*expanded, *token_ids[done:]], ordered
 
-    def part(self, token_ids: Sequence[int], items: Sequence[PlacedItem]) -> MediaPart:
+    def part(self, token_ids: Sequence[int], items: Sequence[ProcessedItem]) -> MediaPart:
         """Find the items' tokens in an expanded prompt. items: in the prompt's order.
 
         Raises InvalidRequest for tokens that belong to no item.
@@ -85,7 +75,7 @@ class Placeholders:
         made: list[MediaItem] = []
         for item in items:
             row_id = self._row_ids[item.modality]
-            begin, count = begins[row_id], list(self._tokenize(item.processed.text)).count(row_id)
+            begin, count = begins[row_id], list(self._tokenize(item.text)).count(row_id)
             own = places[row_id][begin : begin + count]
             if len(own) < count or count == 0:
                 self._check_count(item.modality, len(places[row_id]), begin + count, f"tokens of id {row_id}")
@@ -97,12 +87,12 @@ class Placeholders:
             self._check_count(item.modality, len(places[row_id]), begins[row_id], f"tokens of id {row_id}")
         return MediaPart(items=sorted(made, key=lambda item: item.start))
 
-    def _are_expanded(self, token_ids: list[int], by_modality: Mapping[str, list[PlacedItem]]) -> bool:
+    def _are_expanded(self, token_ids: list[int], by_modality: Mapping[str, list[ProcessedItem]]) -> bool:
         """Whether token ids have the tokens of all items already."""
         wanted: dict[int, int] = {}
         for modality, own in by_modality.items():
             row_id = self._row_ids[modality]
-            count = sum(list(self._tokenize(item.processed.text)).count(row_id) for item in own)
+            count = sum(list(self._tokenize(item.text)).count(row_id) for item in own)
             wanted[row_id] = wanted.get(row_id, 0) + count
         is_expanded = all(0 < count == token_ids.count(row_id) for row_id, count in wanted.items())
         if is_expanded and len(wanted) < len(by_modality):
@@ -111,14 +101,14 @@ class Placeholders:
             )
         return is_expanded
 
-    def _in_order(self, found: list[str], by_modality: Mapping[str, list[PlacedItem]]) -> list[PlacedItem]:
+    def _in_order(self, found: list[str], by_modality: Mapping[str, list[ProcessedItem]]) -> list[ProcessedItem]:
         """The items in the order of their placeholders. found: modality of each."""
         for modality, own in by_modality.items():
-            self._check_count(modality, found.count(modality), len(own), repr(own[0].processed.placeholders[-1]))
+            self._check_count(modality, found.count(modality), len(own), repr(own[0].placeholders[-1]))
         waiting = {modality: iter(own) for modality, own in by_modality.items()}
         return [next(waiting[modality]) for modality in found]
 
-    def _item(self, item: PlacedItem, places: np.ndarray) -> MediaItem:
+    def _item(self, item: ProcessedItem, places: np.ndarray) -> MediaItem:
         breaks = np.flatnonzero(np.diff(places) != 1) + 1
         pieces = np.split(places, breaks)
         grids, time_step = self._grids(item, len(pieces)), self._time_step(item)
@@ -129,14 +119,14 @@ class Placeholders:
         return MediaItem(
             modality=item.modality,
             runs=runs,
-            key=item.processed.key,
-            inputs=item.processed.inputs,
+            key=item.key,
+            inputs=item.inputs,
             may_cut=self._checkpoint.may_cut_items,
         )
 
-    def _grids(self, item: PlacedItem, num_runs: int) -> list[tuple[int, int, int] | None]:
+    def _grids(self, item: ProcessedItem, num_runs: int) -> list[tuple[int, int, int] | None]:
         """Grid of each run, for models with positions in time, height and width."""
-        given = item.processed.inputs.get(f"{item.modality}_grid_thw")
+        given = item.inputs.get(f"{item.modality}_grid_thw")
         if given is None or self._checkpoint.rope_sections is None:
             return [None] * num_runs
         merge = int(self._checkpoint.hf_config["vision_config"].get("spatial_merge_size", 1))
@@ -145,12 +135,12 @@ class Placeholders:
             return [(1, height // merge, width // merge)] * time
         return [(time, height // merge, width // merge)]
 
-    def _time_step(self, item: PlacedItem) -> float:
+    def _time_step(self, item: ProcessedItem) -> float:
         """Positions between two rows in time, rounded as Transformers rounds them (Qwen2.5-VL, section 2.1.1)."""
         per_second = self._checkpoint.hf_config.get("vision_config", {}).get("tokens_per_second")
-        if per_second is None or item.processed.row_seconds is None:
+        if per_second is None or item.row_seconds is None:
             return 1.0
-        return float(np.float32(per_second) * np.float32(item.processed.row_seconds))
+        return float(np.float32(per_second) * np.float32(item.row_seconds))
 
     def _check_count(self, modality: str, found: int, wanted: int, what: str) -> None:
         if found != wanted:
@@ -160,6 +150,6 @@ class Placeholders:
             )
 
 
-def _by_modality(items: Sequence[PlacedItem]) -> dict[str, list[PlacedItem]]:
+def _by_modality(items: Sequence[ProcessedItem]) -> dict[str, list[ProcessedItem]]:
     modalities = dict.fromkeys(item.modality for item in items)
     return {modality: [item for item in items if item.modality == modality] for modality in modalities}

@@ -12,10 +12,10 @@ from penstock.config import EngineConfig, ModelConfig
 from penstock.config.multimodal import MultimodalConfig
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, UnsupportedParameter
-from penstock.features.multimodal.inputs.placeholders import PlacedItem, Placeholders
+from penstock.features.multimodal.inputs.placeholders import Placeholders
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
 from penstock.media.item import IMAGE, OPTIONS, Media
-from penstock.media.processors.processor import MediaProcessor
+from penstock.media.processors.processor import MediaProcessor, ProcessedItem
 from penstock.media.processors.reading import read_image_processor
 from penstock.observability.units import format_bytes
 from penstock.text.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ class RequestMedia:
 
         Raises InvalidRequest for media or placeholders that do not fit.
         """
-        placed: list[PlacedItem] = []
+        placed: list[ProcessedItem] = []
         num_bytes = 0
         for number, (media, uuid) in enumerate(prompt.items, 1):
             processed = self._processor.process(media, prompt.options, uuid)
@@ -73,7 +73,7 @@ class RequestMedia:
                     f"them, with item {number} of {len(prompt.items)} ({media.modality}). Give fewer of them, or "
                     "smaller ones."
                 )
-            placed.append(PlacedItem(media.modality, processed))
+            placed.append(processed)
         if prompt.token_ids is not None:
             token_ids, placed = self._placeholders.expand_ids(prompt.token_ids, placed)
         elif prompt.text is not None:
