@@ -16,9 +16,8 @@ from penstock.cli.results import OwnFormat
 from penstock.cli.work import TEMPLATE_FIELDS, Messages, Work, take_template_fields, with_parameters
 from penstock.contract import SamplingParams
 from penstock.engine.inputs.input_processor import located
-from penstock.engine.inputs.prompts import PROMPT_KEYS
+from penstock.engine.inputs.prompts import MEDIA_KEYS, PROMPT_KEYS
 from penstock.errors import InvalidRequest
-from penstock.media.item import MEDIA_KEYS
 from penstock.server.batches.lines import BATCH_FIELDS
 from penstock.server.options import REASONING_OPTIONS, ServerOptions
 

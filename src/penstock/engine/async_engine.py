@@ -27,7 +27,7 @@ from penstock.engine.inputs.default_sampling import default_sampling_params
 from penstock.engine.inputs.field_limits import check_text
 from penstock.engine.inputs.params_processor import check_is_params
 from penstock.engine.inputs.pooling_prompts import check_is_pooling_params
-from penstock.engine.inputs.prompts import Prompt, PromptDict, has_field, with_parts
+from penstock.engine.inputs.prompts import DATA, Prompt, PromptDict, has_field, with_parts
 from penstock.engine.inputs.request_intake import RequestIntake, checked_id
 from penstock.engine.inputs.streaming_input import StreamingInput, generate_in_turns
 from penstock.engine.output.output_stream import OutputStream, StreamLock
@@ -42,7 +42,6 @@ from penstock.executor.processes import refuse_at_exit
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
-from penstock.media.item import DATA
 from penstock.observability.logging import configure_logging
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine

@@ -52,12 +52,10 @@ class MessageMedia:
         parts = [self._template_part(part, f"{name}.content[{index}]") for index, part in enumerate(content)]
         return {**message, "content": parts}
 
-    def fields(self) -> dict[str, Any]:
-        """Fields of the conversation's prompt."""
-        if not self.data:
-            return {}
-        has_uuids = any(uuid is not None for uuids in self.uuids.values() for uuid in uuids)
-        return {"multi_modal_data": self.data, **({"multi_modal_uuids": self.uuids} if has_uuids else {})}
+    @property
+    def has_uuids(self) -> bool:
+        """Whether the caller gave an item a name."""
+        return any(uuid is not None for uuids in self.uuids.values() for uuid in uuids)
 
     def _template_part(self, part: Any, name: str) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None

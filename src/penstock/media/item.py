@@ -11,14 +11,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.config.multimodal import MODALITIES
 from penstock.errors import UnsupportedParameter
 
 Samples: TypeAlias = NDArray[np.float32]
-# Fields of a prompt with media.
-DATA, OPTIONS, UUIDS = MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Input of an item whose features are given.
 FEATURES = "features"
-IMAGE, AUDIO, VIDEO = MODALITIES = ("image", "audio", "video")
+IMAGE, AUDIO, VIDEO = MODALITIES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from penstock.config import vllm
+from penstock.config.multimodal import MODALITIES
 from penstock.contract.param_checks import shown
-from penstock.engine.inputs.prompts import PromptDict, RenderedText, as_list
+from penstock.engine.inputs.prompts import DATA, UUIDS, PromptDict, RenderedText, as_list
 from penstock.errors import InvalidParameter, InvalidRequest
 from penstock.media.content_parts import MessageMedia
-from penstock.media.item import MODALITIES
 from penstock.templates.chat_template import plain_data
 from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 from penstock.templates.told_tools import WriteCalls, plain_calls
@@ -77,7 +77,11 @@ def render_prompt(
         variables=_variables(chat_template_kwargs),
         content_format=chat_template_content_format,
     )
-    prompt: Any = {"prompt": RenderedText(text), **media.fields()}
+    prompt: Any = {"prompt": RenderedText(text)}
+    if media.data:
+        prompt[DATA] = media.data
+    if media.has_uuids:
+        prompt[UUIDS] = media.uuids
     return cast("PromptDict", prompt)
 
 

@@ -26,6 +26,7 @@ from penstock.engine.inputs.params_processor import ParamsProcessor
 from penstock.engine.inputs.pooling_inputs import PoolingInputs, text_parameters_refused
 from penstock.engine.inputs.prompt_encoder import PromptEncoder
 from penstock.engine.inputs.prompts import (
+    DATA,
     PROMPT_EMBEDS,
     PROMPT_KEYS,
     Prompt,
@@ -42,7 +43,6 @@ from penstock.engine.messages import EngineRequest
 from penstock.errors import InvalidParameter, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.prompt_embeds import part_of_embeddings
 from penstock.features.multimodal.inputs.request_media import ImagesAlone, RequestMedia
-from penstock.media.item import DATA
 from penstock.media.loader import MediaLoader
 from penstock.text.tokenizer import LONG_TEXT, EncodedText, TextToEncode, Tokenizer
 

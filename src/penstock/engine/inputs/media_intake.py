@@ -9,12 +9,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
 
 from penstock.contract.param_checks import shown
-from penstock.engine.inputs.prompts import ENCODER_PROMPT, Prompt, as_list, has_field, with_parts
+from penstock.engine.inputs.prompts import (
+    DATA,
+    ENCODER_PROMPT,
+    MEDIA_KEYS,
+    OPTIONS,
+    UUIDS,
+    Prompt,
+    as_list,
+    has_field,
+    with_parts,
+)
 from penstock.errors import InvalidMedia, InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.request_media import ImagesAlone, LoadedPrompt, RequestMedia
 from penstock.media.content_parts import GivenMedia
 from penstock.media.features import are_features
-from penstock.media.item import AUDIO, DATA, IMAGE, MEDIA_KEYS, OPTIONS, UUIDS, VIDEO, Media
+from penstock.media.item import AUDIO, IMAGE, VIDEO, Media
 from penstock.media.loader import MediaLoader
 
 _NUM_THREADS = 8

@@ -13,9 +13,10 @@ from penstock.contract import Part, Parts
 from penstock.contract.feature import feature_of_part
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
-from penstock.media.item import MEDIA_KEYS
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "parts")
+# Fields of a prompt with media.
+DATA, OPTIONS, UUIDS = MEDIA_KEYS = ("multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids")
 # Field of a prompt of embeddings.
 PROMPT_EMBEDS = "prompt_embeds"
 # Fields of a prompt of an encoder-decoder model.

@@ -17,11 +17,11 @@ from penstock.config.request_limits import RequestLimits
 from penstock.contract import ArrayBytes
 from penstock.contract.param_checks import shown
 from penstock.engine.inputs.field_limits import check_text
-from penstock.engine.inputs.prompts import DECODER_PROMPT, ENCODER_PROMPT, Prompt, list_of_ids
+from penstock.engine.inputs.prompts import DATA, DECODER_PROMPT, ENCODER_PROMPT, Prompt, list_of_ids
 from penstock.errors import ContextTooLong, InvalidMedia, InvalidRequest, ModelError
 from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.media.audio import resampled
-from penstock.media.item import AUDIO, DATA
+from penstock.media.item import AUDIO
 from penstock.media.processors.spectrograms import Spectrograms
 from penstock.text.tokenizer import Tokenizer
 

@@ -11,9 +11,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.contract import SamplingParams
-from penstock.engine.inputs.prompts import PROMPT_EMBEDS, PromptDict, RenderedText, has_field
+from penstock.engine.inputs.prompts import DATA, PROMPT_EMBEDS, PromptDict, RenderedText, has_field
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
-from penstock.media.item import DATA
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
 from penstock.server.http.errors import ApiError, json_response, refusals

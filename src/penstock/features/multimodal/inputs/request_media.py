@@ -14,7 +14,7 @@ from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.placeholders import Placeholders
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
-from penstock.media.item import IMAGE, OPTIONS, Media
+from penstock.media.item import IMAGE, Media
 from penstock.media.processors.processor import MediaProcessor, ProcessedItem
 from penstock.media.processors.reading import read_image_processor
 from penstock.observability.units import format_bytes
@@ -102,7 +102,7 @@ class ImagesAlone:
         """A token and its image. Raises InvalidRequest for an image with a text."""
         ((media, _uuid),) = prompt.items
         if prompt.options:
-            raise UnsupportedParameter(f"{OPTIONS} is not for models that embed images. Leave it out.")
+            raise UnsupportedParameter("mm_processor_kwargs is not for models that embed images. Leave it out.")
         if (prompt.text or "").strip() or prompt.token_ids is not None:
             raise InvalidRequest("The prompt has an image and a text, and the model embeds one of them. Give one.")
         if media.is_features:
