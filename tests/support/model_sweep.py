@@ -112,7 +112,7 @@ def outcome_of(model_type: str, folder: Path, *, model_impl: str = "auto") -> Ou
         save_checkpoint(oracle, folder)
         core = make_core(folder, model_impl=model_impl, **_OPTIONS)
     except PenstockError as error:
-        return Outcome(REFUSED, _reason(error, folder))
+        return Outcome(REFUSED, reason_of(error, folder))
     try:
         together = run(core, _PROMPTS, greedy(_NUM_TOKENS, logprobs=5))
         alone = [run(core, [prompt], greedy(_NUM_TOKENS, logprobs=5))[0] for prompt in _PROMPTS]
@@ -148,7 +148,7 @@ def _write_config(config: PretrainedConfig, class_name: str, folder: Path) -> No
     (folder / "config.json").write_text(json.dumps(content, default=str))
 
 
-def _reason(error: PenstockError, folder: Path) -> str:
+def reason_of(error: PenstockError, folder: Path) -> str:
     """The reason of a refusal, as short as a table needs it."""
     text = str(error).split("cannot run through Transformers on paged attention: ")[-1]
     return text.replace(f"{folder}", "MODEL").rstrip(".")

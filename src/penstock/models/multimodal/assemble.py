@@ -12,12 +12,12 @@ from torch import Tensor
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.config import ModelConfig
-from penstock.errors import UnsupportedFeature
+from penstock.errors import UnsupportedFeature, UnsupportedModel
 from penstock.layers.weights import WeightSlot
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import DecoderForCausalLM, DecoderModel
 from penstock.models.multimodal.interface import MediaEncoder
-from penstock.models.multimodal.registry import native_encoder
+from penstock.models.multimodal.registry import native_encoder, why_no_media
 from penstock.models.weights import Elsewhere
 from penstock.parallel import ParallelState
 
@@ -105,6 +105,12 @@ def with_encoder(language_model: Any) -> Any:
 
 
 def _make_encoder(checkpoint: MultimodalCheckpoint) -> MediaEncoder:
+    reason = why_no_media(checkpoint.architecture)
+    if reason is not None:
+        raise UnsupportedModel(
+            f"{checkpoint.architecture} takes no media here: {reason}. Start with language_model_only for prompts of "
+            "text."
+        )
     native = native_encoder(checkpoint.architecture, checkpoint.hf_config)
     if native is not None:
         return native

@@ -31,10 +31,55 @@ _ENCODERS = {
     "VoxtralForConditionalGeneration": f"{_WHISPER}:Voxtral",
 }
 
+# Architectures whose modules of Transformers give features that take the place of the image's tokens, and nothing else:
+# answers are those of Transformers (docs/media_sweep.md).
+_THROUGH_TRANSFORMERS = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        *(
+            "Aria",
+            "AyaVision",
+            "Cohere2Vision",
+            "DeepseekVL",
+            "Exaone4_5_",
+            "GotOcr2",
+            "Idefics2",
+            "Janus",
+        ),
+        *("Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNextVideo", "Qwen3_5", "VideoLlama3", "VideoLlava", "VipLlava"),
+    )
+)
+_TIMM = "its vision tower is a model of the package timm"
+_POSITIONS = "its tokens of images have positions in height and width of another kind than Qwen-VL's"
+_NAMES = "its checkpoints name the encoder's tensors otherwise than the modules of Transformers do"
+_TEXT_IN_ENCODER = "its encoder of images reads the prompt's text too"
+# Why others do not run.
+_REASONS = {
+    "CohereCompassForConditionalGeneration": _POSITIONS,
+    "FastVlmForConditionalGeneration": _TIMM,
+    "Gemma3nForConditionalGeneration": f"{_TIMM}, and its layers take further embeddings of each token",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": _NAMES,
+    "InstructBlipForConditionalGeneration": _TEXT_IN_ENCODER,
+    "InstructBlipVideoForConditionalGeneration": _TEXT_IN_ENCODER,
+    "Kimi_K25ForConditionalGeneration": _NAMES,
+    "MiniMaxM3SparseForConditionalGeneration": _NAMES,
+    "Ovis2ForConditionalGeneration": "its encoder changes tokens beside the image's own too (visual indicators)",
+    "PerceptionLMForConditionalGeneration": _TIMM,
+    "QianfanOCRForConditionalGeneration": _NAMES,
+}
+_NOT_COMPARED = "its answers to images have not been shown to be those of Transformers"
+
 
 def has_native_encoder(architecture: str) -> bool:
     """Whether an architecture has a native encoder, at least with the vision towers that are native."""
     return architecture in _ENCODERS
+
+
+def why_no_media(architecture: str) -> str | None:
+    """The reason why a multimodal model takes text alone; None for one that takes media."""
+    if architecture in _ENCODERS or architecture in _THROUGH_TRANSFORMERS:
+        return None
+    return _REASONS.get(architecture, _NOT_COMPARED)
 
 
 def native_encoder(architecture: str, hf_config: Mapping[str, Any]) -> MediaEncoder | None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.errors import ModelError, UnsupportedModel
@@ -46,20 +46,19 @@ class TransformersEncoder(MediaEncoder):
         # Bins and frames of a spectrogram, whose frames are halved.
         self._window = audio.get("num_mel_bins", _AUDIO_BINS), 2 * positions
         self._encode = {modality: _method(model, modality) for modality in self.modalities}
-        # Not a submodule: its parameters are, without the language model's.
-        self._model = (model,)
         self._prefix = "model." if hasattr(model, "model") else ""
-        parts = _inner(model).named_children()
-        self.parts = nn.ModuleDict({name: module for name, module in parts if name not in _LANGUAGE})
+        self.parts = _inner(model)
 
     def encode(self, modality: str, inputs: Mapping[str, Tensor]) -> Tensor:
         dtype = next(self.parameters()).dtype
         given = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in inputs.items()}
         try:
             output = self._encode[modality](**given)
-        except (TypeError, ValueError, RuntimeError) as error:
+            features = getattr(output, "pooler_output", output)
+            if features is None:  # Llama 4 projects them in its forward pass
+                features = self.parts.multi_modal_projector(output.last_hidden_state.flatten(0, -2))
+        except Exception as error:  # Transformers raises anything
             raise ModelError(f"{self._architecture} cannot encode an item ({modality}): {error}") from error
-        features = getattr(output, "pooler_output", output)
         if isinstance(features, (list, tuple)):
             features = torch.cat([one.reshape(-1, self.feature_size) for one in features])
         return features.reshape(-1, self.feature_size)  # type: ignore[no-any-return]
@@ -91,7 +90,8 @@ def _build(checkpoint: MultimodalCheckpoint) -> Any:
             f"{checkpoint.architecture} is not in Transformers {transformers.__version__}, nor implemented here."
         )
     config = model_class.config_class.from_dict(dict(checkpoint.hf_config))
-    model = model_class._from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    attention = "sdpa" if model_class._supports_sdpa else "eager"
+    model = model_class._from_config(config, dtype=torch.float32, attn_implementation=attention)
     for name in _LANGUAGE:
         if hasattr(_inner(model), name):
             setattr(_inner(model), name, None)
