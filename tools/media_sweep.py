@@ -26,12 +26,13 @@ _HEAD = """\
 
 <!-- Written by tools/media_sweep.py. -->
 
-Each class that `AutoModelForImageTextToText` knows. *Native encoder*: the [families](multimodal.md#what-models-make-of-them) whose
-encoder is Penstock's, compared with Transformers by the tests. *Through Transformers*: the encoder's modules are Transformers',
-beside the language model here; made tiny, with random weights, greedy tokens and log-probabilities of a text with an image are
-those of Transformers in float32, within 1e-4. What the model's processor makes of an image is not part of that. *Text alone*: the
-language model runs with `language_model_only`; images are refused with the reason. *Refused*: the language model does not
-run either. `make test-slow` repeats it.
+Each class that `AutoModelForImageTextToText` knows. *Native encoder*: a
+[family](multimodal.md#what-models-make-of-them) whose encoder is Penstock's, compared with Transformers by the tests.
+*Through Transformers*: the encoder's modules are Transformers', beside the language model here; made tiny, with random
+weights, greedy tokens and log-probabilities of a text with an image are those of Transformers in float32, within 1e-4.
+What the model's processor makes of an image is not part of that. *Text alone*: the language model runs with
+`language_model_only`; images are refused with the reason. *Refused*: the language model does not run either.
+`make test-slow` repeats it.
 
 {counts}
 

@@ -50,6 +50,13 @@ _SMALL_VISION: dict[str, Any] = {
 }
 # Fields of the whole configuration, or of its parts, that only these types call for.
 _QWEN_VISION = {"out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1], "num_position_embeddings": 64}
+_ROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 _PINPOINTS = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
 _SMALL_OF_TYPE: dict[str, dict[str, dict[str, Any]]] = {
     "aria": {"": {"projector_patch_to_query_dict": {16: 4}}},
@@ -94,8 +101,7 @@ _SMALL_OF_TYPE: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llava_next": {"": _PINPOINTS},
     "llava_next_video": {"": _PINPOINTS},
-    "qwen3_5": {"vision_config": _QWEN_VISION, "text_config": {"num_hidden_layers": 4}},
-    "qwen3_5_moe": {"vision_config": _QWEN_VISION, "text_config": {"num_hidden_layers": 4}},
+    "qwen3_5": {"vision_config": _QWEN_VISION, "text_config": {"num_hidden_layers": 4, "rope_parameters": _ROPE}},
     "vipllava": {"": {"vision_feature_layers": [-2, -1]}},
 }
 _OPTIONS = {
@@ -177,10 +183,11 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "llava_next": (1, 3, 3, 16, 16),
     "llava_next_video": (1, 3, 3, 16, 16),
     "qwen3_5": _PATCHES,
-    "qwen3_5_moe": _PATCHES,
     "video_llama_3": (16, 3 * 4 * 4),
 }
 _GRID = {"image_grid_thw": [[1, 4, 4]]}
+# Grids of features, of models with positions in time, height and width.
+_MERGED = {"qwen3_5": (1, 2, 2)}
 _GRIDS: dict[str, dict[str, Any]] = {
     "exaone4_5": _GRID,
     "lfm2_vl": {"spatial_shapes": [[4, 4]], "pixel_attention_mask": [[1] * 16]},
@@ -188,7 +195,6 @@ _GRIDS: dict[str, dict[str, Any]] = {
     "llava_next": {"image_sizes": [[16, 32]]},
     "llava_next_video": {"image_sizes": [[16, 32]]},
     "qwen3_5": _GRID,
-    "qwen3_5_moe": _GRID,
     "video_llama_3": {**_GRID, "image_merge_sizes": [2]},
 }
 
@@ -217,7 +223,7 @@ def compare(model_type: str, folder: Path) -> None:
     token_ids = [5, 6, *[_IMAGE] * count, 7, 8, 9]
     item = MediaItem(
         modality="image",
-        runs=(Run(start=2, length=count),),
+        runs=(Run(start=2, length=count, grid=_MERGED.get(model_type)),),
         key="image",
         inputs={name: ArrayBytes.of(values.numpy()) for name, values in inputs.items()},
     )

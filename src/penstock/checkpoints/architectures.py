@@ -36,6 +36,8 @@ _ENCODERS = {
 
 # Models of an encoder of images and one of texts, whose embeddings are compared.
 DUAL_ENCODERS = ("CLIPModel", "SiglipModel")
+# Models of images of pages and of queries, with an embedding per token of either (ColPali).
+PAGE_ENCODERS = ("ColPaliForRetrieval", "ColQwen2ForRetrieval")
 
 
 class Use(Enum):
@@ -58,6 +60,7 @@ _SUFFIXES = {
     "ForTokenClassification": Use.CLASSIFY_TOKENS,
     PROCESS_REWARD: Use.REWARD,
     "ForRewardModel": Use.REWARD,
+    "ForRetrieval": Use.EMBED,
     "ForMaskedLM": Use.EMBED,
     "ForPreTraining": Use.EMBED,
     "ForQuestionAnswering": Use.GENERATE,
@@ -117,6 +120,16 @@ class Architecture:
     def is_dual_encoder(self) -> bool:
         """Whether it embeds images beside texts, each by an encoder of its own."""
         return self.name in DUAL_ENCODERS
+
+    @property
+    def is_page_encoder(self) -> bool:
+        """Whether it embeds images beside texts, with a vector per token."""
+        return self.name in PAGE_ENCODERS
+
+    @property
+    def embeds_images(self) -> bool:
+        """Whether a prompt is an image or a text."""
+        return self.is_dual_encoder or self.is_page_encoder
 
     @property
     def has_prefix(self) -> bool:

@@ -10,14 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.checkpoints.architectures import DUAL_ENCODERS
+from penstock.checkpoints.architectures import DUAL_ENCODERS, PAGE_ENCODERS
 from penstock.checkpoints.json_file import decode_floats
 from penstock.errors import ModelError
 
 # Field of the text view that holds the whole configuration.
 _WHOLE = "multimodal_config"
 # Ends of the architectures that have a configuration per part.
-_ARCHITECTURES = ("ForConditionalGeneration", *DUAL_ENCODERS)
+_ARCHITECTURES = ("ForConditionalGeneration", *DUAL_ENCODERS, *PAGE_ENCODERS)
+# Field of the configurations whose parts are one level deeper.
+_INNER = "vlm_config"
 # Parts besides the language model, by the field of their configuration, and what each reads.
 _PARTS = {"vision_config": "image", "audio_config": "audio"}
 # Language models that Transformers has only as a part of a multimodal one: model type and class of the same layers.
@@ -90,7 +92,9 @@ def text_view(hf_config: Mapping[str, Any], model: str) -> Mapping[str, Any]:
         view.update({name: source[name] for name in _SHARED if source.get(name) is not None})
     rope = view.get("rope_parameters")
     sections, is_interleaved = None, False
-    if isinstance(rope, Mapping) and isinstance(rope.get(_SECTIONS), (list, tuple)):
+    if architecture in PAGE_ENCODERS:  # which run whole, by their class of Transformers
+        view["architectures"] = [architecture]
+    elif isinstance(rope, Mapping) and isinstance(rope.get(_SECTIONS), (list, tuple)):
         sections, is_interleaved = tuple(rope[_SECTIONS]), bool(rope.get(_INTERLEAVED, False))
         view["rope_parameters"] = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
     view[_WHOLE] = {
@@ -113,11 +117,14 @@ def _architecture(hf_config: Mapping[str, Any]) -> str | None:
     architectures = hf_config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         return None
-    has_parts = any(isinstance(hf_config.get(name), Mapping) for name in _PARTS)
+    inner = hf_config.get(_INNER, hf_config)
+    has_parts = isinstance(inner, Mapping) and any(isinstance(inner.get(name), Mapping) for name in _PARTS)
     return architectures[0] if has_parts and architectures[0].endswith(_ARCHITECTURES) else None
 
 
 def _modalities(whole: Mapping[str, Any]) -> tuple[str, ...]:
+    if _INNER in whole:
+        return ("image",)
     named = [modality for field, modality in _PARTS.items() if isinstance(whole.get(field), Mapping)]
     has_token = whole.get("video_token_id") is not None or whole.get("video_token_index") is not None
     if has_token or whole.get("model_type") in _FRAMES:

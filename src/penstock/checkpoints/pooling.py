@@ -120,6 +120,9 @@ def pooling_of_files(
     if normalize is None:
         normalize = True
         defaults.append("normalised")
+    if architecture.is_page_encoder:
+        common["similarity"] = "maxsim"
+        return PoolingConfig(tasks=("token_embed",), pooling="last", normalize=normalize, **common)
     if architecture.is_dual_encoder:
         return PoolingConfig(tasks=("embed",), pooling="last", normalize=normalize, defaults=("normalised",), **common)
     return PoolingConfig(

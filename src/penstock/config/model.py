@@ -251,7 +251,7 @@ class ModelConfig:
         if multimodal is None or self.language_model_only:
             return {}
         # What pools takes text alone, but for encoders of images and of texts.
-        if self.pools and not (self.pooling is not None and self.pooling.architecture.is_dual_encoder):
+        if self.pools and not (self.pooling is not None and self.pooling.architecture.embeds_images):
             return {}
         return media_limits(self.limit_mm_per_prompt, multimodal.modalities)
 

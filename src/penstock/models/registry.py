@@ -126,7 +126,7 @@ def find_model_class(model_config: ModelConfig) -> Callable[[ModelConfig, Parall
             "With model_impl='auto' it may run through Transformers."
         )
     model_class: Callable[[ModelConfig, ParallelState], CausalLM] = getattr(import_module(module), name)
-    if model_config.multimodal is not None and not _is_dual_encoder(model_config):
+    if model_config.multimodal is not None and not _embeds_images(model_config):
         multimodal: Callable[[ModelConfig, ParallelState], CausalLM] = import_module(_MULTIMODAL).with_encoder(
             model_class
         )
@@ -146,12 +146,12 @@ def refuse_unsuitable(model_config: ModelConfig) -> None:
     read.
     """
     find_model_class(model_config)
-    if runs_through_transformers(model_config) and not _is_dual_encoder(model_config):
+    if runs_through_transformers(model_config) and not _embeds_images(model_config):
         import_module(_TRANSFORMERS[0]).refuse_unsuitable(model_config)
 
 
-def _is_dual_encoder(model_config: ModelConfig) -> bool:
-    return model_config.pooling is not None and model_config.pooling.architecture.is_dual_encoder
+def _embeds_images(model_config: ModelConfig) -> bool:
+    return model_config.pooling is not None and model_config.pooling.architecture.embeds_images
 
 
 def runs_through_transformers(model_config: ModelConfig) -> bool:

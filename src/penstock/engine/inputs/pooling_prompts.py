@@ -88,11 +88,11 @@ def named_prompt(pooling: PoolingConfig, prompt: Prompt, name: str | None) -> Pr
 def conversation_prompt(
     tokenizer: Tokenizer, pooling: PoolingConfig, messages: Sequence[Message], *, add_generation_prompt: bool = False
 ) -> Prompt:
-    """Prompt of a conversation: as the chat template writes it, or what a dual encoder embeds, without its roles.
+    """Prompt of a conversation: as the chat template writes it, or, of a model of images or texts, without its roles.
 
     Raises what `render_prompt` does.
     """
-    if not pooling.architecture.is_dual_encoder:
+    if not pooling.architecture.embeds_images:
         return render_prompt(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     prompt: Any = render_prompt(tokenizer, messages, chat_template=_CONTENTS, add_generation_prompt=False)
     return cast("Prompt", {**prompt, "prompt": str(prompt["prompt"]).strip()})

@@ -36,6 +36,11 @@ def make_backbone(config: ModelConfig, parallel: ParallelState) -> Backbone:
 
         dual = DualEncoder(config)
         return Backbone(dual, dual.hidden_size)
+    if pooling.architecture.is_page_encoder:
+        from penstock.models.pooling.page_encoder import PageEncoder
+
+        pages = PageEncoder(config)
+        return Backbone(pages, pages.hidden_size)
     if runs_through_transformers(config):
         from penstock.models.pooling.transformers_texts import TransformersTexts
 

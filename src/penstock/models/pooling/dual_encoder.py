@@ -7,6 +7,7 @@ whose embedding is given. Suffixes: T tokens of the step, D size of the embeddin
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,28 +57,27 @@ class ImageEncoder(MediaEncoder):
         return None
 
 
-class DualEncoder(CausalLM):
-    """The class of Transformers that `architectures` names, an image or a text at a time.
+class ImageOrText(CausalLM):
+    """The class of Transformers that `architectures` names, an image or a text at a time: base of such backbones."""
 
-    Rows of a text are its embedding in all of its tokens.
-    """
+    ignorable = (r".*position_ids", r"vlm\..*lm_head\..*")
+    hidden_size: int
+    _image_encoder: tuple[MediaEncoder]
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         if config.quantization is not None:
             raise UnsupportedFeature(
-                f"quantization={config.quantization!r} is not supported for {config.model}, an encoder of images and "
-                "one of texts. Leave it out."
+                f"quantization={config.quantization!r} is not supported for {config.model}, which embeds images and "
+                "texts. Leave it out."
             )
         self.model = _build(config)
-        text_config = self.model.config.text_config
-        # SigLIP has no projection of its images, and one of its texts.
-        projected = getattr(self.model.config, "projection_dim", None)
-        self.hidden_size = int(text_config.projection_size if projected is None else projected)
-        self._longest, self._vocab_size = int(text_config.max_position_embeddings), config.vocab_size
-        # SigLIP was trained with texts that are filled up with padding, without a mask.
-        self._padding = text_config.pad_token_id if self.model.config.model_type == "siglip" else None
-        self._image_encoder = (ImageEncoder(self.model, self.hidden_size),)
+        self._vocab_size = config.vocab_size
+        self._longest = int(self.model.config.get_text_config().max_position_embeddings)
+
+    @abstractmethod
+    def embed(self, ids_T: Tensor) -> Tensor:
+        """Rows of a text's tokens, [T, D], or one for all of them."""
 
     @property
     def image_encoder(self) -> MediaEncoder:
@@ -99,14 +99,8 @@ class DualEncoder(CausalLM):
         starts = sequences.query_start_loc_np[: sequences.num_actual_reqs + 1].tolist()
         for begin, end in itertools.pairwise(starts):
             if begin not in is_image and end - begin <= self._longest:
-                out_TD[begin:end] = self._embed(input_ids_T[begin:end])
+                out_TD[begin:end] = self.embed(input_ids_T[begin:end])
         return context.narrowed(out_TD)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        ids = ids.to(torch.int64).unsqueeze(0)
-        if self._padding is not None:
-            ids = F.pad(ids, (0, self._longest - ids.shape[1]), value=self._padding)
-        return _features(self.model.get_text_features(input_ids=ids))
 
     def compute_logits(self, hidden_LD: Tensor, context: ForwardContext) -> Tensor:
         raise NotImplementedError("a pooling model has no language model head")
@@ -114,7 +108,25 @@ class DualEncoder(CausalLM):
     def checkpoint_slots(self) -> dict[str, WeightSlot]:
         return slots_of_modules(self.model)
 
-    ignorable = (r".*position_ids",)
+
+class DualEncoder(ImageOrText):
+    """An encoder of images and one of texts. Rows of a text are its embedding in all of its tokens."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        text_config = self.model.config.text_config
+        # SigLIP has no projection of its images, and one of its texts.
+        projected = getattr(self.model.config, "projection_dim", None)
+        self.hidden_size = int(text_config.projection_size if projected is None else projected)
+        # SigLIP was trained with texts that are filled up with padding, without a mask.
+        self._padding = text_config.pad_token_id if self.model.config.model_type == "siglip" else None
+        self._image_encoder = (ImageEncoder(self.model, self.hidden_size),)
+
+    def embed(self, ids_T: Tensor) -> Tensor:
+        ids = ids_T.to(torch.int64).unsqueeze(0)
+        if self._padding is not None:
+            ids = F.pad(ids, (0, self._longest - ids.shape[1]), value=self._padding)
+        return _features(self.model.get_text_features(input_ids=ids))
 
 
 def _features(output: Any) -> Tensor:
@@ -126,7 +138,7 @@ def _build(config: ModelConfig) -> Any:
     import transformers
 
     multimodal = config.multimodal
-    assert multimodal is not None, "a dual encoder has a configuration of two parts"
+    assert multimodal is not None, "such a model has a configuration of two parts"
     try:
         model_class = getattr(transformers, multimodal.architecture)
         hf_config = model_class.config_class.from_dict(dict(multimodal.hf_config))

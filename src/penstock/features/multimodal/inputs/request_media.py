@@ -16,13 +16,15 @@ from penstock.features.multimodal.inputs.placeholders import Placeholders
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
 from penstock.media.item import IMAGE, Media
 from penstock.media.processors.processor import MediaProcessor, ProcessedItem
-from penstock.media.processors.reading import read_image_processor
+from penstock.media.processors.reading import read_image_processor, read_processor
 from penstock.observability.units import format_bytes
 from penstock.text.tokenizer import Tokenizer
 
 _GIB = 1 << 30
 # What the processor makes of the media of one prompt: it is sent to the workers, and kept until the request ends.
 _MAX_BYTES = 1 << 30
+# Results of a processor that say which tokens are padding.
+_OF_TEXT = frozenset({"attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 class LoadedPrompt(NamedTuple):
@@ -107,20 +109,45 @@ class ImagesAlone:
             raise InvalidRequest("The prompt has an image and a text, and the model embeds one of them. Give one.")
         if media.is_features:
             raise UnsupportedParameter("image_embeds is not for models that embed images. Give the image.")
-        made = self._processor(images=[media.value], return_tensors="np")
-        inputs = {name: ArrayBytes.of(np.asarray(values)) for name, values in made.items()}
-        run = Run(start=0, length=1)
-        return [0], MediaPart(items=[MediaItem(modality=IMAGE, runs=(run,), key=media.content_hash(), inputs=inputs)])
+        inputs = self._inputs(media)
+        token_ids = self._token_ids(inputs)
+        run = Run(start=0, length=len(token_ids))
+        item = MediaItem(modality=IMAGE, runs=(run,), key=media.content_hash(), inputs=inputs)
+        return token_ids, MediaPart(items=[item])
+
+    def _inputs(self, media: Media) -> dict[str, ArrayBytes]:
+        made = self._processor(images=[media.value], return_tensors="pt")
+        return {name: ArrayBytes.of(np.asarray(made[name])) for name in made if name not in _OF_TEXT}
+
+    def _token_ids(self, _: Mapping[str, ArrayBytes]) -> list[int]:
+        return [0]
 
     @cached_property
     def _processor(self) -> Any:
         return read_image_processor(self._folder)
 
 
+class PagesAlone(ImagesAlone):
+    """Reader of the images of pages, which have all the tokens that the model's processor gives them."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__(model)
+        assert model.multimodal is not None, "a model of images"
+        self._model_type = str(model.multimodal.hf_config.get("model_type"))
+
+    def _token_ids(self, inputs: Mapping[str, ArrayBytes]) -> list[int]:
+        return [int(token_id) for token_id in inputs["input_ids"].to_numpy()[0]]
+
+    @cached_property
+    def _processor(self) -> Any:
+        return read_processor(self._folder, self._model_type)
+
+
 def request_media(config: EngineConfig, tokenizer: Tokenizer) -> RequestMedia | ImagesAlone | None:
     """Reader of the media of an engine's prompts; None for an engine that takes text alone."""
     if not config.model.media_limits:
         return None
-    if config.model.pooling is not None and config.model.pooling.architecture.is_dual_encoder:
-        return ImagesAlone(config.model)
+    architecture = None if config.model.pooling is None else config.model.pooling.architecture
+    if architecture is not None and architecture.embeds_images:
+        return (PagesAlone if architecture.is_page_encoder else ImagesAlone)(config.model)
     return RequestMedia(config.model, config.multimodal, tokenizer)
