@@ -64,6 +64,7 @@ _REASONS = {
     "Kimi_K25ForConditionalGeneration": _NAMES,
     "MiniMaxM3SparseForConditionalGeneration": _NAMES,
     "Ovis2ForConditionalGeneration": "its encoder changes tokens beside the image's own too (visual indicators)",
+    "PaliGemmaForConditionalGeneration": "its prompts attend in both directions, and its language model alone is refused",
     "PerceptionLMForConditionalGeneration": _TIMM,
     "QianfanOCRForConditionalGeneration": _NAMES,
 }
