@@ -64,7 +64,7 @@ _REASONS = {
     "Kimi_K25ForConditionalGeneration": _NAMES,
     "MiniMaxM3SparseForConditionalGeneration": _NAMES,
     "Ovis2ForConditionalGeneration": "its encoder changes tokens beside the image's own too (visual indicators)",
-    "PaliGemmaForConditionalGeneration": "its prompts attend in both directions, and its language model alone is refused",
+    "PaliGemmaForConditionalGeneration": "its prompts attend in both directions, and it does not run alone either",
     "PerceptionLMForConditionalGeneration": _TIMM,
     "QianfanOCRForConditionalGeneration": _NAMES,
 }
