@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.errors import CheckpointError
+from penstock.loader.gguf.changes import GroupedHeads
 from support.checkpoints import VOCAB_SIZE, tiny_model
 from support.engines import assert_greedy_continuation, greedy, make_core, random_prompts, run
 from support.gguf_recurrent import ARCHITECTURES, write_recurrent
@@ -18,6 +21,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
     "mamba2": {},
     "nemotron_h": {"time_step_min": 0.001},
+    "qwen3_next": {"mlp_only_layers": []},
+    "qwen3_5": {},
+    "qwen3_5_moe": {},
 }
 
 
@@ -31,3 +37,15 @@ def test_a_file_runs_as_its_model(family: str, tmp_path: Path) -> None:
         assert result.error is None, result.error
         assert_greedy_continuation(oracle, prompt, result)
     core.close()
+
+
+def test_scales_of_groups_follow_their_heads() -> None:
+    heads, generator = GroupedHeads(num_keys=2, num_values=3, size=8, dim=1), torch.Generator().manual_seed(0)
+    values_OI, scales_OG = torch.randn(4, 48, generator=generator), torch.randn(4, 12, generator=generator)
+    scaled_OI = heads.apply(values_OI) * heads.of_grid(scales_OG).repeat_interleave(4, 1)
+    assert torch.equal(heads.apply(values_OI * scales_OG.repeat_interleave(4, 1)), scaled_OI)
+    assert torch.equal(heads.of_grid(scales_OG[:, :1]), scales_OG[:, :1])
+    with pytest.raises(CheckpointError, match="5 groups"):
+        heads.of_grid(scales_OG[:, :5])
+    with pytest.raises(CheckpointError, match="6 value heads of 8 has 40"):
+        heads.apply(values_OI[:, :40])

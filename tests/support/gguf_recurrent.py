@@ -19,7 +19,11 @@ ARCHITECTURES = {
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+    "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
+    "qwen3_5": gguf.MODEL_ARCH.QWEN35,
+    "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
+_DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
@@ -54,6 +58,16 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
         return
     if family == "falcon_h1":
         weight = _with_multipliers(name, weight, config)
+    if family in _DELTA and name.endswith("norm.weight") and ".linear_attn." not in name:
+        weight = weight + 1
+    if family in ("qwen3_5", "qwen3_5_moe"):
+        weight = _by_place(name, weight, config)
+    if name.endswith(".in_proj_qkvz.weight"):
+        yield from _parts_of_delta(layer, weight, config)
+        return
+    if name.endswith(".A_log") and family in _DELTA:
+        yield f"blk.{layer}.ssm_a", -weight.exp()
+        return
     if name.endswith((".conv.conv.weight", ".conv1d.weight")):
         weight = weight.squeeze(1)
     if name.endswith(".A_log"):
@@ -68,6 +82,33 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
     yield stored, weight
+
+
+def _by_place(name: str, weight: Tensor, config: Any) -> Tensor:
+    """Value heads of delta rules with the first ones of all key heads before the second ones."""
+    num_keys, num_heads = config.linear_num_key_heads, config.linear_num_value_heads
+    keys, size = 2 * num_keys * config.linear_key_head_dim, config.linear_value_head_dim
+
+    def moved(rows: Tensor, size: int) -> Tensor:
+        return rows.reshape(num_keys, num_heads // num_keys, size, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+
+    if ".linear_attn." not in name or name.endswith("linear_attn.norm.weight"):
+        return weight
+    if name.endswith("out_proj.weight"):
+        return moved(weight.t(), size).t()
+    if name.endswith((".conv1d.weight", ".in_proj_qkv.weight")):
+        return torch.cat((weight[:keys], moved(weight[keys:], size)))
+    return moved(weight, size if name.endswith("in_proj_z.weight") else 1)
+
+
+def _parts_of_delta(layer: str, weight: Tensor, config: Any) -> Iterator[tuple[str, Tensor]]:
+    """Queries, keys and values of all heads, and their gates."""
+    num_keys, key_size = config.linear_num_key_heads, config.linear_key_head_dim
+    values = config.linear_num_value_heads // num_keys * config.linear_value_head_dim
+    parts = weight.unflatten(0, (num_keys, -1)).split([key_size, key_size, values, values], 1)
+    *qkv, gates = (part.flatten(0, 1) for part in parts)
+    yield f"blk.{layer}.attn_qkv.weight", torch.cat(qkv)
+    yield f"blk.{layer}.attn_gate.weight", gates
 
 
 def _with_multipliers(name: str, weight: Tensor, config: Any) -> Tensor:
@@ -106,6 +147,9 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_head_count(config.num_attention_heads)
     kinds = ["full_attention"] * config.num_hidden_layers if family == "falcon_h1" else config.layer_types
+    if family in _DELTA:
+        _write_delta(writer, config)
+        return
     kv_heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
     writer.add_head_count_kv(config.num_key_value_heads if family == "falcon_h1" else kv_heads)
     if family == "nemotron_h":
@@ -129,6 +173,23 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _write_delta(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    heads = config.linear_num_value_heads, config.linear_value_head_dim
+    _write_state_space(writer, *heads, config.linear_num_key_heads, config.linear_key_head_dim)
+    if not hasattr(config, "num_experts"):
+        writer.add_feed_forward_length(config.intermediate_size)
+        return
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _write_state_space(writer: gguf.GGUFWriter, num_heads: int, head_size: int, groups: int, state_size: int) -> None:

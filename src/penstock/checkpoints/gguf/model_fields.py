@@ -68,7 +68,7 @@ def _sizes(metadata: Metadata) -> dict[str, Any]:
         raise metadata.unsupported(f"attention.value_length={value_size}", f"attention.key_length={head_size}")
     fields = {
         "hidden_size": hidden_size,
-        "intermediate_size": metadata.largest(".feed_forward_length"),
+        "intermediate_size": metadata.largest(".feed_forward_length", metadata.get(".expert_feed_forward_length", int)),
         "num_hidden_layers": metadata.size(".block_count"),
         "num_attention_heads": num_heads,
         "num_key_value_heads": metadata.largest(".attention.head_count_kv", num_heads),
@@ -199,7 +199,10 @@ _MODEL_TYPES = {
     "falcon-h1": "falcon_h1",
     "lfm2moe": "lfm2_moe",
     "qwen2moe": "qwen2_moe",
+    "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text",
     "qwen3moe": "qwen3_moe",
+    "qwen3next": "qwen3_next",
     "gpt-oss": "gpt_oss",
     "deepseek2": "deepseek_v2",
     "qwen2vl": "qwen2",

@@ -103,12 +103,48 @@ def _nemotron_h(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def _delta(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3.5. Layers without attention have no projection of keys alone."""
+    if num_drafting := metadata.get(".nextn_predict_layers", int, 0):
+        raise metadata.unsupported(f"nextn_predict_layers={num_drafting}", "files without layers for more tokens")
+    num_heads = metadata.size(".ssm.time_step_rank")
+    # As many layers as have tensors, since a damaged file may claim any number.
+    num_layers = min(metadata.size(".block_count"), len(metadata.tensors))
+    has_attention = [f"blk.{layer}.attn_k.weight" in metadata.tensors for layer in range(num_layers)]
+    return {
+        **decoder,
+        "linear_num_key_heads": metadata.size(".ssm.group_count"),
+        "linear_num_value_heads": num_heads,
+        "linear_key_head_dim": metadata.size(".ssm.state_size"),
+        "linear_value_head_dim": metadata.size(".ssm.inner_size") // num_heads,
+        "linear_conv_kernel_dim": metadata.size(".ssm.conv_kernel"),
+        "layer_types": [_ATTENTION if one else _STATE_SPACE for one in has_attention],
+        "attention_bias": metadata.has_tensor("attn_q.bias"),
+    }
+
+
+def _delta_with_experts(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Qwen3-Next, and Qwen3.5 with experts."""
+    return {
+        **_delta(metadata, decoder),
+        "num_experts": metadata.size(".expert_count"),
+        "num_experts_per_tok": metadata.size(".expert_used_count"),
+        "moe_intermediate_size": metadata.size(".expert_feed_forward_length"),
+        "shared_expert_intermediate_size": metadata.size(".expert_shared_feed_forward_length"),
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    }
+
+
 # Class in Transformers, and function that makes the fields from those of the plain decoder, by architecture.
 RECURRENT: Mapping[str, tuple[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]]] = {
     "falcon-h1": ("FalconH1ForCausalLM", _falcon_h1),
     "lfm2": ("Lfm2ForCausalLM", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2moe),
     "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
+    "qwen35": ("Qwen3_5ForCausalLM", _delta),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", _delta_with_experts),
+    "qwen3next": ("Qwen3NextForCausalLM", _delta_with_experts),
 }
 # Likewise without attention, from the metadata alone.
 WITHOUT_ATTENTION: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {

@@ -28,6 +28,10 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
 )
+_WORDS_WITH_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _O200K = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -57,12 +61,13 @@ _PRE_TOKENIZERS: Sequence[tuple[list[dict[str, Any]], Sequence[str]]] = (
     ([_GPT2], ("gpt-2", "gpt2", "olmo", "jais", "phi-2", "mpt", "granite-docling")),
     (_split(_WORDS % "{1,3}"), ("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe")),
     (_split(_WORDS % ""), ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan")),
+    (_split(_WORDS_WITH_MARKS), ("qwen35",)),
     ([_DIGITS, _GPT2], ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone")),
     (_split(_O200K), ("gpt-4o", "llama4")),
     (_split(*_DEEPSEEK), ("deepseek-v3",)),
 )
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3")
-_NFC = ("qwen2", "deepseek-r1-qwen")
+_NFC = ("qwen2", "qwen35", "deepseek-r1-qwen")
 
 
 def tokenizer_files_of(metadata: Metadata) -> dict[str, dict[str, Any]]:

@@ -83,6 +83,62 @@ class PairsInHalves(Change):
         return self.head_size if dim == 0 else 1
 
 
+@dataclass(frozen=True, slots=True)
+class GroupedHeads(Change):
+    """Order of value heads of delta rules: GGUF has the first ones of all key heads, then the second ones, and so on.
+
+    Transformers has those of a key head side by side. dim: of the heads. first: rows before theirs. size: of a head.
+    """
+
+    num_keys: int
+    num_values: int
+    size: int
+    dim: int = 0
+    first: int = 0
+
+    def apply(self, values: Tensor) -> Tensor:
+        if self.size * self.num_keys * self.num_values + self.first != values.shape[self.dim]:
+            raise CheckpointError(
+                f"A tensor of {self.num_keys * self.num_values} value heads of {self.size} has "
+                f"{values.shape[self.dim]} rows or columns. The metadata is damaged, or of another model: download the "
+                "file again."
+            )
+        return self._grouped(values, self.size, self.first)
+
+    def of_grid(self, values_OG: Tensor) -> Tensor:
+        if self.dim == 0:
+            return self.apply(values_OG)
+        num_groups, num_heads = values_OG.shape[1], self.num_keys * self.num_values
+        if num_groups == 1:
+            return values_OG
+        if num_groups % num_heads:
+            raise CheckpointError(f"A tensor has {num_groups} groups of quantised values, across {num_heads} heads.")
+        return self._grouped(values_OG, num_groups // num_heads, 0)
+
+    def multiple(self, dim: int) -> int:
+        return self.first + self.num_keys * self.num_values * self.size if dim == self.dim else 1
+
+    def _grouped(self, values: Tensor, size: int, first: int) -> Tensor:
+        before, heads = values.split([first, values.shape[self.dim] - first], self.dim)
+        by_place = heads.unflatten(self.dim, (self.num_values, self.num_keys, size))
+        by_key: Tensor = by_place.transpose(self.dim, self.dim + 1).flatten(self.dim, self.dim + 2)
+        return torch.cat((before, by_key), self.dim)
+
+
+@dataclass(frozen=True, slots=True)
+class InTurn(Change):
+    """Two changes, one after the other, of which the first is of single values."""
+
+    first: Change
+    then: Change
+
+    def apply(self, values: Tensor) -> Tensor:
+        return self.then.apply(self.first.apply(values))
+
+    def multiple(self, dim: int) -> int:
+        return self.then.multiple(dim)
+
+
 # Makes a tensor of those that a file has in its place, in the order of their names in `TensorNames.parts`.
 Join = Callable[[Sequence[Tensor]], Tensor]
 
@@ -94,6 +150,20 @@ def latent_projection(parts: Sequence[Tensor]) -> Tensor:
     """
     keys_HCN, values_HVC = parts
     return torch.cat((keys_HCN.transpose(1, 2), values_HVC), 1).flatten(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class ByKeyHead:
+    """A `Join` of `in_proj_qkvz`: all rows of a key head adjacent, from queries, keys and values, and gates."""
+
+    num_keys: int
+    key_size: int
+
+    def __call__(self, parts: Sequence[Tensor]) -> Tensor:
+        qkv_XD, gates_XD = parts
+        keys = self.num_keys * self.key_size
+        features = [*qkv_XD.split([keys, keys, qkv_XD.shape[0] - 2 * keys]), gates_XD]
+        return torch.cat([rows.unflatten(0, (self.num_keys, -1)) for rows in features], 1).flatten(0, 1)
 
 
 def concatenated(parts: Sequence[Tensor]) -> Tensor:

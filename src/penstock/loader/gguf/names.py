@@ -13,7 +13,10 @@ from penstock.checkpoints.json_file import clipped
 from penstock.errors import CheckpointError, UnsupportedModel
 from penstock.loader.gguf.changes import (
     UNCHANGED,
+    ByKeyHead,
     Change,
+    GroupedHeads,
+    InTurn,
     Join,
     LogOfNegative,
     MinusOne,
@@ -159,6 +162,27 @@ _NEMOTRON_H = {
     "ffn_up": "mixer.up_proj",
     "ffn_down": "mixer.down_proj",
 }
+_DELTA = {
+    **_QWEN2_MOE,
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+# Files of some months have the two parts of the projection as one, in the order of checkpoints.
+_DELTA_BY_KEY_HEAD = {
+    **_DELTA,
+    **dict.fromkeys(("attn_qkv", "attn_gate", "ssm_in"), "linear_attn.in_proj_qkvz"),
+    "ssm_ba": "linear_attn.in_proj_ba",
+}
+# Norms of Qwen3-Next and Qwen3.5 that are stored less one in checkpoints.
+_NORMS = r"(?!.*\.ssm_norm).*norm\.weight"
 _RECURRENT = {"lfm2": _LFM2, "lfm2moe": _LFM2, "falcon-h1": _FALCON_H1, "mamba2": _MAMBA2, "nemotron_h": _NEMOTRON_H}
 _LAYERS = {"mamba2": "backbone.layers"}
 _CONVOLUTION = re.compile(r".*\.(ssm_conv1d|shortconv\.conv)\.weight")
@@ -255,6 +279,12 @@ def names_of(metadata: Metadata) -> TensorNames:
     if architecture in _RECURRENT:
         changes = {r"blk\.\d+\.ssm_a": LogOfNegative()}
         return TensorNames(_RECURRENT[architecture], layers=_LAYERS.get(architecture, "model.layers"), changes=changes)
+    if architecture == "qwen3next":
+        join = ByKeyHead(metadata.size(".ssm.group_count"), metadata.size(".ssm.state_size"))
+        of_delta: dict[str, Change] = {_NORMS: MinusOne(), r"blk\.\d+\.ssm_a": LogOfNegative()}
+        return TensorNames(_DELTA_BY_KEY_HEAD, changes=of_delta, joins={r".*\.in_proj_qkvz\.weight": join})
+    if architecture in ("qwen35", "qwen35moe"):
+        return TensorNames(_DELTA, changes=_changes_of_heads(metadata))
     if architecture == "olmo2":
         return TensorNames(_FOUR_NORMS)
     if architecture == "llama":
@@ -274,3 +304,20 @@ def names_of(metadata: Metadata) -> TensorNames:
         f"{metadata.name} has general.architecture={architecture!r}, whose tensors have no names here. Take the "
         "safetensors of the model."
     )
+
+
+def _changes_of_heads(metadata: Metadata) -> dict[str, Change]:
+    """Changes of Qwen3.5."""
+    num_keys, num_heads = metadata.size(".ssm.group_count"), metadata.size(".ssm.time_step_rank")
+    rows, size = 2 * num_keys * metadata.size(".ssm.state_size"), metadata.size(".ssm.inner_size") // num_heads
+    heads = GroupedHeads(num_keys, num_heads // num_keys, 1)
+    features = replace(heads, size=size)
+    layer = r"blk\.\d+\."
+    return {
+        _NORMS: MinusOne(),
+        rf"{layer}ssm_a": InTurn(LogOfNegative(), heads),
+        rf"{layer}(ssm_dt\.bias|ssm_(alpha|beta)\.weight)": heads,
+        rf"{layer}attn_gate\.weight": features,
+        rf"{layer}(attn_qkv|ssm_conv1d)\.weight": replace(features, first=rows),
+        rf"{layer}ssm_out\.weight": replace(features, dim=1),
+    }
