@@ -20,11 +20,12 @@ from support.multimodal_models import PROCESSORS, save_multimodal
 
 pytestmark = pytest.mark.one_path(reason="plans")
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 128, "encoder_cache_size": 100}
-# Families with one size of items.
-ONE_SIZE = ("llava", "qwen2-audio")
+# Families with one size of items, or whose rows merge more positions than is known.
+ONE_SIZE = ("llava", "qwen2-audio", "glmasr")
 
 
-@pytest.mark.parametrize("name", list(PROCESSORS))
+# Transformers' encoder of Audio Flamingo 3 reads values of its masks, which a plan does not have.
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if name != "audioflamingo3"])
 def test_plans_name_what_the_encoder_takes(name: str, tmp_path: Path) -> None:
     save_multimodal(tmp_path, name)
     plan = plan_engine(tmp_path, **{**SMALL, **OPTIONS}).stages[0].memory

@@ -64,10 +64,10 @@ class TransformersEncoder(MediaEncoder):
         return features.reshape(-1, self.feature_size)  # type: ignore[no-any-return]
 
     def dummy_item(self, most_rows: int) -> DummyItem:
-        """See `MediaEncoder`: one image of the configuration's size, or one window of a spectrogram."""
+        """See `MediaEncoder`: one image of the configured size, or windows, of two positions a row."""
         if "image" not in self.modalities:
-            windows = np.zeros((1, *self._window), dtype=np.float32)
-            mask = np.ones((1, windows.shape[2]), dtype=np.int64)
+            windows = np.zeros((max(1, most_rows // (self._window[1] // 4)), *self._window), dtype=np.float32)
+            mask = np.ones((len(windows), self._window[1]), dtype=np.int64)
             return DummyItem("audio", {"input_features": windows, "input_features_mask": mask})
         return DummyItem("image", {"pixel_values": np.zeros((1, 3, self._size, self._size), dtype=np.float32)})
 
