@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, cast
@@ -143,12 +142,15 @@ class MediaIntake:
         fields: Any = prompt
         given = self._checked(fields[DATA])
         uuids = _uuids(fields.get(UUIDS), {modality: len(items) for modality, items in given.items()})
-        budget = _Budget()
+        sizes: list[int] = []
 
         def load(modality: str, item: GivenMedia) -> Media:
-            budget.check(item.name)
+            if sum(sizes) > _MAX_BYTES:
+                raise InvalidMedia(
+                    f"{item.name}: the media before it have more than {_MAX_BYTES:,} bytes. Give fewer of them."
+                )
             media = self._loader.load(modality, item.given, item.name, detail=item.detail)
-            budget.spend(media.num_bytes)
+            sizes.append(media.num_bytes)
             return media
 
         def future(modality: str, item: GivenMedia) -> Future[Media]:
@@ -188,22 +190,6 @@ class MediaIntake:
                 for number, item in enumerate(listed)
             ]
         return checked
-
-
-class _Budget:
-    """Bytes that the media of one prompt may have, decoded. Any thread may call it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spent = 0
-
-    def check(self, name: str) -> None:
-        if self._spent > _MAX_BYTES:
-            raise InvalidMedia(f"{name}: the media before it have more than {_MAX_BYTES:,} bytes. Give fewer of them.")
-
-    def spend(self, num_bytes: int) -> None:
-        with self._lock:
-            self._spent += num_bytes
 
 
 def _listed(modality: str, items: Any) -> list[Any]:

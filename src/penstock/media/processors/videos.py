@@ -74,7 +74,7 @@ class VideoProcessor:
                 data.frames_indices = self.sampled(data, options)
                 frames = frames[data.frames_indices]
             made.append(self.inputs(torch.from_numpy(frames).permute(0, 3, 1, 2).contiguous(), options))
-        joined = {name: self.joined(name, [one[name] for one in made]) for name in made[0]}
+        joined = {name: torch.cat([one[name] for one in made]) for name in made[0]}
         return {**joined, "video_metadata": metadata} if return_metadata else joined
 
     def sampled(self, metadata: Any, options: Mapping[str, Any]) -> list[int]:
@@ -83,15 +83,11 @@ class VideoProcessor:
         return [number * total // num_frames for number in range(num_frames)]
 
     def inputs(self, frames_FCHW: Tensor, options: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Inputs of the encoder, by name."""
+        """Inputs of the encoder for one video, by name; those of several follow one another."""
         if options["do_resize"]:
             size = options["size"]
             frames_FCHW = resized(frames_FCHW, (size["height"], size["width"]), options["resample"])
-        return {"pixel_values_videos": normalised(frames_FCHW, options)}
-
-    def joined(self, name: str, values: Sequence[Tensor]) -> Tensor:
-        """An input of several videos."""
-        return torch.stack(list(values))
+        return {"pixel_values_videos": normalised(frames_FCHW, options)[None]}
 
 
 class InternVLVideos(VideoProcessor):
@@ -149,8 +145,8 @@ class SmolVLMVideos(VideoProcessor):
             side = options["max_image_size"]["longest_edge"]
             frames_FCHW = resized(frames_FCHW, size, options["resample"])
             frames_FCHW = resized(frames_FCHW, (side, side), options["resample"])
-        mask = torch.ones(len(frames_FCHW), *frames_FCHW.shape[2:], dtype=torch.int64)
-        return {"pixel_values": normalised(frames_FCHW, options), "pixel_attention_mask": mask}
+        mask = torch.ones(1, len(frames_FCHW), *frames_FCHW.shape[2:], dtype=torch.int64)
+        return {"pixel_values": normalised(frames_FCHW, options)[None], "pixel_attention_mask": mask}
 
 
 class Qwen2Videos(VideoProcessor):
@@ -207,9 +203,6 @@ class Qwen2Videos(VideoProcessor):
             share = int(options["max_video_tokens"] * factor**2 * 0.9) * options["temporal_patch_size"] // num_frames
             most = max(min(most, share), int(least * 1.05))
         return fitted_size(height, width, factor, (1, 1), (least, most))
-
-    def joined(self, name: str, values: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(values))
 
 
 class Qwen3Videos(Qwen2Videos):
