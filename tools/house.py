@@ -354,14 +354,22 @@ def count_state(house: House) -> Iterator[Count]:
 
 # Lines.
 
+# Most that a feature may cost: what is more has a second subject, which is a package of its own.
+_LINES_OF_FEATURE = 1500
+
 
 def count_lines(house: House) -> Iterator[Count]:
     """Lines of Python of tracked files, as `git ls-files` lists them."""
     listed = subprocess.run(["git", "ls-files", "*.py"], cwd=house.source, capture_output=True, text=True, check=True)
     lines: Counter[str] = Counter()
+    of_features: Counter[str] = Counter()
     for file in listed.stdout.split():
-        package = file.partition("/")[0] if "/" in file else "."
-        lines[package] += (house.source / file).read_bytes().count(b"\n")
+        num_lines = (house.source / file).read_bytes().count(b"\n")
+        lines[file.partition("/")[0] if "/" in file else "."] += num_lines
+        if file.startswith("features/"):
+            of_features["/".join(file.split("/")[:2])] += num_lines
+    large = [f"{name}: {n:,}" for name, n in of_features.items() if n > _LINES_OF_FEATURE]
+    yield Count(f"features of more than {_LINES_OF_FEATURE:,} lines", len(large), 0, large)
     yield Count("lines of Python in `src`", lines.total(), None, [f"{name}: {n:,}" for name, n in lines.most_common()])
 
 

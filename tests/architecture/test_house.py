@@ -35,6 +35,7 @@ BOUNDS = {
     "definitions of `collective_rpc`'s parameters": 1,
     "switches over names of worker methods": 1,
     "state of modules and ambient values": 12,
+    "features of more than 1,500 lines": 1,
 }
 
 OF_A_STEP = {name for name in BOUNDS if name.startswith("files") and " calls" in name}
