@@ -95,6 +95,12 @@ class KVCacheManager:
         self._caches_prefixes = enable_prefix_caching and can_cache
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
         self._has_fixed_blocks = not all(group.takes_blocks for group in self.groups)
+        never_skips = KVCacheGroup.num_skipped_blocks
+        self._skipping_groups = [
+            (index, group)
+            for index, group in enumerate(self.groups)
+            if type(group).num_skipped_blocks is not never_skips
+        ]
         self._state_groups = {index: group for index, group in enumerate(self.groups) if isinstance(group, StateGroup)}
         self._no_hit = PrefixHit(0, tuple([] for _ in self.groups))
         self._held: dict[str, _HeldBlocks] = {}
@@ -202,8 +208,8 @@ class KVCacheManager:
         if num_tokens <= request.kv_capacity:
             return ()
         held = self._held[request.req_id]
-        for index in range(len(self.groups)):
-            self._free_skipped(held, index)
+        if self._skipping_groups:
+            self._free_skipped(held, self._skipping_groups)
         missing = self._num_missing(request, held.groups, num_tokens)
         if not self._are_free(self._num_taken(missing)):
             return None
@@ -439,19 +445,24 @@ class KVCacheManager:
             by_pool.append(blocks)
         return by_pool
 
-    def _free_skipped(self, held: _HeldBlocks, index: int) -> None:
-        """Release the leading blocks of a group that no later token reads."""
-        group, request, blocks = self.groups[index], held.request, held.groups[index]
+    def _free_skipped(self, held: _HeldBlocks, groups: Iterable[tuple[int, KVCacheGroup]]) -> None:
+        """Release the leading blocks of groups that no later token reads."""
         # However many draft tokens in flight are rejected, all known tokens but the last stay computed.
-        num_skipped = group.num_skipped_blocks(min(request.num_computed_tokens, request.num_tokens))
-        if not group.takes_blocks:
-            # A snapshot is kept until it can be found.
-            num_skipped = min(num_skipped, held.num_cached[index])
-        first, end = held.num_passed[index], min(num_skipped, len(blocks))
-        if first < end:
-            held.num_passed[index] = end
+        num_computed_tokens = min(held.request.num_computed_tokens, held.request.num_tokens)
+        for index, group in groups:
+            blocks, first, end = (
+                held.groups[index],
+                held.num_passed[index],
+                group.num_skipped_blocks(num_computed_tokens),
+            )
+            if not group.takes_blocks:
+                # A snapshot is kept until it can be found.
+                end = min(end, held.num_cached[index])
+            if first >= end or first >= len(blocks):
+                continue
             passed = blocks[first:end]
-            blocks[first:end] = [group.pool.null_block] * (end - first)
+            held.num_passed[index] = first + len(passed)
+            blocks[first:end] = [group.pool.null_block] * len(passed)
             group.pool.free_blocks(reversed(passed))
             if index in held.trails:
                 self._state_groups[index].note_passed(passed, first, held.trails[index])
@@ -459,6 +470,5 @@ class KVCacheManager:
     def _let_go_of_snapshots(self) -> bool:
         """Release the snapshots that running requests have passed; True."""
         for held in self._held.values():
-            for index in self._state_groups:
-                self._free_skipped(held, index)
+            self._free_skipped(held, self._state_groups.items())
         return True
