@@ -11,11 +11,13 @@ import pytest
 from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, running_sum, write_checkpoint
 from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec, RpcCall
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.planning.plan import plan_engine
 from penstock.engine.replay import replay
+from penstock.errors import UnsupportedFeature
 from penstock.scheduler.kv_cache_plan import group_layers, make_kv_cache_config
-from support.checkpoints import VOCAB_SIZE
+from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.disturbed_workers import FailingWorker
-from support.engines import Result, greedy, make_core, random_prompts, run
+from support.engines import SMALL, Result, add, finish, greedy, make_core, random_prompts, run
 from support.padded_attention import PaddedBackend, use_graphs
 
 PROMPTS = random_prompts((5, 37, 1, 30, 13, 22), VOCAB_SIZE, seed=3)
@@ -107,6 +109,77 @@ def test_a_request_goes_on_from_the_deepest_snapshot_of_its_prefix(folder: Path,
     core.close()
     assert_equal(found, anew)
     assert_equal(first, anew[:1])
+
+
+@pytest.mark.parametrize("options", [{}, NGRAM], ids=str)
+@pytest.mark.one_case_quick
+def test_with_a_snapshot_in_each_block_hits_at_every_depth_change_no_bit(folder: Path, options: dict[str, Any]) -> None:
+    prompt, params = PROMPTS[1], greedy(4, logprobs=2)
+    core = make_core(folder, **OPTIONS, **options, max_num_seqs=2, mamba_cache_mode="all")
+    prompts = [[*prompt[:length], 3] for length in range(1, 37, 3)]
+    run(core, [prompt], params)
+    found = run(core, prompts, params)
+    assert [result.num_cached_tokens for result in found] == [(len(prompt) - 1) // 4 * 4 for prompt in prompts]
+    assert core.scheduler.reset_prefix_cache()
+    anew = [run(core, [prompt], params)[0] for prompt in reversed(prompts)]
+    core.close()
+    assert_equal(found, anew[::-1])
+
+
+def test_snapshots_may_be_further_apart_than_blocks(folder: Path, alone: list[Result]) -> None:
+    core = make_core(folder, **OPTIONS, mamba_cache_mode="all", mamba_block_size=8)
+    for _ in range(2):
+        results = run(core, PROMPTS, PARAMS)
+        assert_equal(results, alone)
+    assert [result.num_cached_tokens for result in results] == [(len(prompt) - 1) // 8 * 8 for prompt in PROMPTS]
+    core.close()
+
+
+def test_prefixes_of_another_salt_are_not_found(folder: Path) -> None:
+    core = make_core(folder, **OPTIONS)
+    found = []
+    for number, salt in enumerate((None, "a", None, "a", "b")):
+        results: dict[str, Result] = {}
+        add(core, f"{number}", PROMPTS[1], greedy(4), cache_salt=salt)
+        finish(core, results)
+        found.append(results[f"{number}"])
+    core.close()
+    assert [result.num_cached_tokens for result in found] == [0, 0, 36, 36, 0]
+    assert len({tuple(result.tokens) for result in found}) == 1
+
+
+def test_a_plan_shows_states_and_snapshots_apart(folder: Path) -> None:
+    plan = plan_engine(folder, **{**SMALL, **OPTIONS})
+    lines = [line.split() for line in plan.table().splitlines()]
+    assert any(line[:1] == ["blocks"] and line[2:5] == ["of", "4", "tokens,"] for line in lines)
+    (states,) = [int(line[1]) for line in lines if line[:1] == ["states"]]
+    (snapshots,) = [int(line[1]) for line in lines if line[:1] == ["snapshots"]]
+    assert snapshots == plan.to_dict()["kv_cache"]["num_snapshots"] == states - 1 - SMALL["max_num_seqs"] > 0
+    without = plan_engine(folder, **{**SMALL, **OPTIONS}, mamba_cache_mode="none")
+    assert "snapshots" not in without.table()
+
+
+def test_without_snapshots_nothing_is_found_and_the_log_says_so(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    core = make_core(folder, **OPTIONS, mamba_cache_mode="none")
+    for _ in range(2):
+        assert [result.num_cached_tokens for result in run(core, PROMPTS[:2], greedy(2))] == [0, 0]
+    core.close()
+    assert "Prefix caching: off, by mamba_cache_mode='none'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"mamba_cache_mode": "all"}, {"mamba_block_size": 32}, {"mamba_ssm_cache_dtype": "bfloat16"}],
+    ids=str,
+)
+def test_options_of_states_are_refused_by_name_for_models_without_them(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny_checkpoint(tmp_path)
+    ((name, value),) = options.items()
+    with pytest.raises(UnsupportedFeature, match=f"{name}={value!r} is of no use to this model"):
+        make_core(tmp_path, **options)
+    with pytest.raises(UnsupportedFeature, match=f"{name}={value!r} is of no use to this model"):
+        plan_engine(tmp_path, **options)
 
 
 @pytest.mark.one_path(reason="recorded programs belong to the fast paths")

@@ -137,6 +137,19 @@ def test_counts_of_snapshots_are_those_of_the_pool() -> None:
     assert (pool.num_taken, pool.num_evicted, pool.num_snapshots) == (6, 3, 0)
 
 
+def test_stats_count_states_and_blocks_of_positions_apart() -> None:
+    driver = driver_of(num_states=1 + 6)
+    cached(driver, "ended", PROMPT)
+    driver.add("running", [9] * 9, max_tokens=9, ignore_eos=True)
+    driver.turn()
+    stats = driver.scheduler.stats
+    assert (stats.num_blocks, stats.num_used_blocks) == (199, 5)
+    # Its own, and the snapshot that it has taken, which can be found with the step's results.
+    assert (stats.num_states, stats.num_used_states, stats.num_snapshots) == (6, 2, 2)
+    assert stats.kv_cache_usage == 2 / 6
+    driver.drain()
+
+
 def test_a_search_tries_the_depths_of_snapshots_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = KVCacheManager(cache_of(400, [state_spec(4)]), enable_prefix_caching=True, max_num_batched_tokens=2000)
     first = make_request("first", [1] * 1000)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from penstock import LLM, AsyncEngine, SamplingParams
 from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.statistics.metric_totals import RequestTotals
-from penstock.engine.statistics.metrics import EngineMetrics, Gauge, Histogram, Metric, Vector, metrics_of
+from penstock.engine.statistics.metrics import Counter, EngineMetrics, Gauge, Histogram, Metric, Vector, metrics_of
 from penstock.errors import ContextTooLong, EngineDead, LifecycleError, Overloaded, PenstockError
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.outputs import FinishReason, SchedulerStats
@@ -71,14 +71,30 @@ def test_running_requests_are_counted_with_what_they_have() -> None:
 
 
 def test_gauges_are_those_of_the_scheduler() -> None:
-    stats = SchedulerStats(num_running_reqs=3, num_waiting_reqs=2, num_blocks=10, num_used_blocks=4)
+    stats = SchedulerStats(
+        num_running_reqs=3,
+        num_waiting_reqs=2,
+        num_blocks=10,
+        num_used_blocks=4,
+        num_states=8,
+        num_used_states=6,
+        num_snapshots=2,
+        num_snapshots_taken=9,
+        num_snapshots_evicted=7,
+    )
     metrics = EngineMetrics("demo", has_prefix_cache=True).read(stats, [])
     gauges = {metric.name: metric.value for metric in metrics if isinstance(metric, Gauge)}
     assert gauges == {
         "penstock:num_requests_running": 3.0,
         "penstock:num_requests_waiting": 2.0,
-        "penstock:kv_cache_usage_perc": 0.4,
+        # Of states, of which more are held than of blocks.
+        "penstock:kv_cache_usage_perc": 0.75,
+        "penstock:num_states": 8.0,
+        "penstock:num_state_snapshots": 2.0,
     }
+    counters = {metric.name: metric.value for metric in metrics if isinstance(metric, Counter)}
+    assert counters["penstock:state_snapshots_taken"] == 9
+    assert counters["penstock:state_snapshots_evicted"] == 7
     assert {metric.labels["model_name"] for metric in metrics} == {"demo"}
 
 

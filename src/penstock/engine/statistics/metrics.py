@@ -93,18 +93,18 @@ class EngineMetrics:
 
 
 def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iterator[Metric]:
-    """Gauges and counters of the schedulers' counts; those of recurrent states with models that have them."""
+    """Gauges and counters of the schedulers' counts."""
     values = {
         "num_requests_running": stats.num_running_reqs,
         "num_requests_waiting": stats.num_waiting_reqs,
         "kv_cache_usage_perc": stats.kv_cache_usage,
+        "num_states": stats.num_states,
+        "num_state_snapshots": stats.num_snapshots,
     }
-    if stats.num_states:
-        values |= {"num_states": stats.num_states, "num_state_snapshots": stats.num_snapshots}
-        yield Counter(PREFIX + "state_snapshots_taken", labels, stats.num_snapshots_taken)
-        yield Counter(PREFIX + "state_snapshots_evicted", labels, stats.num_snapshots_evicted)
     for name, value in values.items():
         yield Gauge(PREFIX + name, labels, float(value))
+    yield Counter(PREFIX + "state_snapshots_taken", labels, stats.num_snapshots_taken)
+    yield Counter(PREFIX + "state_snapshots_evicted", labels, stats.num_snapshots_evicted)
 
 
 def metrics_of(totals: RequestTotals, labels: dict[str, str]) -> Iterator[Metric]:

@@ -1,0 +1,152 @@
+"""Whatever happens to requests of a model with states, their bits are those of a run alone, and no state is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from core.plugins import running_sum, write_checkpoint
+from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
+from penstock.engine.core.engine_core import EngineCore
+from penstock.scheduler.kv_cache_plan import group_layers, make_kv_cache_config
+from support.checkpoints import RECURRENT, VOCAB_SIZE, tiny_checkpoint
+from support.disturbed_workers import FailingWorker
+from support.engines import Result, add, greedy, make_core, random_prompts, run
+
+BASE = random_prompts((30,), VOCAB_SIZE, seed=5)[0]
+# Prompts that part from another one early, late, at borders of blocks, or not at all; some repeat themselves.
+PROMPTS = [[*BASE[:length], *tail] for length in (3, 12, 16, 17, 29) for tail in ([], [1], [2, 1, 2, 1, 2, 1, 2])]
+PARAMS = greedy(12, logprobs=1)
+OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 64, "max_num_seqs": 4}
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}}
+ENGINES: dict[str, dict[str, Any]] = {
+    "align": {"max_num_batched_tokens": 13},
+    "all, drafts": {"max_num_batched_tokens": 24, "mamba_cache_mode": "all", **NGRAM},
+    "drafts, synchronous": {"max_num_batched_tokens": 7, "async_scheduling": False, **NGRAM},
+    "further apart": {"mamba_block_size": 8, "max_num_batched_tokens": 24, "fast_paths": "off"},
+}
+MOVES = st.one_of(
+    st.tuples(st.just("add"), st.integers(0, len(PROMPTS) - 1)),
+    st.tuples(st.just("add"), st.integers(0, len(PROMPTS) - 1)),
+    st.tuples(st.just("steps"), st.integers(1, 6)),
+    st.tuples(st.just("steps"), st.integers(1, 6)),
+    st.tuples(st.sampled_from(["abort", "preempt", "reset", "kill"]), st.integers(0, 9)),
+)
+
+
+class DyingWorker(FailingWorker):
+    """Fails in steps that a test names."""
+
+    fails_at: ClassVar[set[tuple[str, int]]] = set()
+
+
+class Engine:
+    """An engine whose pools are too small for all requests, and the results of each prompt alone."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.alone = _results_alone(folder)
+        self.core = _core_with_small_pools(folder, **OPTIONS, **options, worker_cls=f"{__name__}.DyingWorker")
+        self.results: dict[str, Result] = {}
+        self.prompts: dict[str, int] = {}
+
+    def play(self, moves: list[tuple[str, int]]) -> None:
+        """Make the moves, and run all requests to their end."""
+        scheduler = self.core.scheduler
+        for move, number in moves:
+            if move == "add":
+                req_id = f"r{len(self.prompts)}"
+                self.prompts[req_id] = number
+                add(self.core, req_id, PROMPTS[number], PARAMS)
+            elif move == "steps":
+                self._steps(number)
+            elif move == "abort" and self.prompts:
+                self._take(self.core.abort_requests([list(self.prompts)[-1 - number % len(self.prompts)]]))
+            elif move == "preempt":
+                scheduler.preempt_all()
+            elif move == "reset":
+                self.core.reset_prefix_cache(reset_running_requests=number % 2 == 0)
+            elif move == "kill":
+                DyingWorker.fails_at = {("execute", scheduler._next_step_id + number % 3)}
+            scheduler.kv_cache.check_integrity()
+            if any(kind == "kill" for kind, _ in moves) and not DyingWorker.fails_at:
+                event("lost its worker")
+        DyingWorker.fails_at = set()
+        for _ in range(500):
+            if not self.core.has_unfinished_requests():
+                break
+            self._steps(1)
+        self._check()
+
+    def _steps(self, number: int) -> None:
+        for _ in range(number):
+            self._take(self.core.step())
+            self.core.wait_for_work()
+
+    def _take(self, outputs: list[Any]) -> None:
+        for output in outputs:
+            self.results.setdefault(output.req_id, Result()).take(output)
+
+    def _check(self) -> None:
+        assert not self.core.has_unfinished_requests()
+        self._steps(2)
+        scheduler = self.core.scheduler
+        scheduler.kv_cache.check_integrity()
+        assert scheduler.kv_cache.num_used_blocks == 0
+        for req_id, number in self.prompts.items():
+            result, expected = self.results[req_id], self.alone[number]
+            length = len(result.tokens)
+            assert result.error is None
+            assert result.finish_reason == "abort" or length == len(expected.tokens)
+            assert result.tokens == expected.tokens[:length]
+            assert result.logprobs == expected.logprobs[:length]
+            if result.num_cached_tokens:
+                event("found a prefix")
+            if result.num_preemptions:
+                event("preempted")
+        self.results.clear()
+        self.prompts.clear()
+
+
+def _core_with_small_pools(folder: Path, **options: Any) -> EngineCore:
+    def sized(config: Any, specs: dict[str, KVCacheSpec], *others: Any) -> KVCacheConfig:
+        groups = group_layers(specs)
+        counts = {group.pool: 18 if isinstance(group.spec, RecurrentStateSpec) else 40 for group in groups}
+        return make_kv_cache_config(groups, [counts[pool] for pool in sorted(counts)])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.engine.core.startup.size_kv_cache", sized)
+        return make_core(folder, **options)
+
+
+def _results_alone(folder: Path) -> list[Result]:
+    core = make_core(folder, **OPTIONS, fast_paths="off", enable_prefix_caching=False, kv_cache_memory_bytes=64 << 20)
+    try:
+        return [run(core, [prompt], PARAMS)[0] for prompt in PROMPTS]
+    finally:
+        core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("name", ["running_sum", *RECURRENT])
+def test_every_request_has_the_bits_of_a_run_alone(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+    if name == "running_sum":
+        running_sum.register()
+        write_checkpoint(tmp_path, running_sum.ARCHITECTURE)
+    else:
+        tiny_checkpoint(tmp_path, name)
+    engine = Engine(tmp_path, options)
+
+    @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+    @given(moves=st.lists(MOVES, min_size=6, max_size=30))
+    def holds(moves: list[tuple[str, int]]) -> None:
+        engine.play(moves)
+
+    try:
+        holds()
+    finally:
+        engine.core.close()
