@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from core.plugins import assert_equal
-from penstock.contract import RecurrentStateSpec
+from penstock.contract import RecurrentStateSpec, SamplingParams, StructuredOutputsParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.scheduler.kv_cache_plan import make_kv_cache_config
-from support.checkpoints import RECURRENT, VOCAB_SIZE, save_checkpoint, tiny_model
-from support.engines import Result, assert_greedy_continuation, greedy, make_core, random_prompts, run
+from support import constraints
+from support.checkpoints import RECURRENT, VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
+from support.engines import Result, add, assert_greedy_continuation, finish, greedy, make_core, random_prompts, run
 
 # Families with other layouts of heads, groups and layers, as (family, changes of its configuration).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -190,6 +192,26 @@ def test_quantised_weights_give_the_same_bits_in_any_chunks(model: Model, quanti
     for _ in range(2):
         assert_equal(run(core, prompts, PARAMS), expected)
     core.close()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "granitemoehybrid", "mamba2"])
+@pytest.mark.one_case_quick
+def test_constrained_outputs_have_their_form_with_and_without_drafts(family: str, tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path, family, vocab_size=constraints.VOCAB_SIZE)
+    form = "(cat|dog)( and (cat|dog)){4}"
+    params = SamplingParams(
+        temperature=0.0, seed=0, max_tokens=80, structured_outputs=StructuredOutputsParams(regex=form)
+    )
+    found = []
+    for options in ({}, {"max_num_batched_tokens": 16, **NGRAM}):
+        core = make_core(tmp_path, tokenizer="demo", max_model_len=120, **options)
+        results: dict[str, Result] = {}
+        add(core, "r", constraints.encode("Who are you?"), params, eos_token_ids=frozenset({constraints.END}))
+        finish(core, results)
+        core.close()
+        found.append(results["r"].tokens)
+    assert re.fullmatch(form, constraints.demo_tokenizer().decode(found[0]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow

@@ -11,11 +11,12 @@ from penstock.config import ModelConfig
 from penstock.errors import ModelError, PenstockError, UnsupportedFeature, UnsupportedModel
 from penstock.models.registry import find_model_class, supported_architectures
 from penstock.parallel import ParallelState
-from support.checkpoints import FAMILIES, tiny_config
+from support.checkpoints import FAMILIES, RECURRENT, tiny_config
 
 
 def config_of(family: str, **changes: Any) -> ModelConfig:
-    content = tiny_config(family).to_dict() | {"architectures": [FAMILIES[family].architecture]} | changes
+    architecture = {**FAMILIES, **RECURRENT}[family].architecture
+    content = tiny_config(family).to_dict() | {"architectures": [architecture]} | changes
     return ModelConfig(
         model="some/model",
         folder=Path("nowhere"),
@@ -29,7 +30,7 @@ def build(model_config: ModelConfig) -> None:
     find_model_class(model_config)(model_config, ParallelState())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *RECURRENT])
 def test_the_unchanged_configuration_is_accepted(family: str) -> None:
     build(config_of(family))
 
@@ -37,6 +38,22 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "error", "words"),
     [
+        ("lfm2", {"layer_types": ["conv", "mamba", "conv", "conv"]}, UnsupportedFeature, ["layer_types", "mamba"]),
+        ("lfm2", {"layer_types": "absent", "full_attn_idxs": [9]}, UnsupportedFeature, ["full_attn_idxs", "9"]),
+        ("granitemoehybrid", {"mamba_d_head": 8}, ModelError, ["6 heads of 8"]),
+        ("granitemoehybrid", {"mamba_n_groups": 4}, ModelError, ["4 groups"]),
+        ("granitemoehybrid", {"time_step_limit": [1]}, UnsupportedFeature, ["time_step_limit"]),
+        ("granitemoehybrid", {"hidden_act": "gelu"}, UnsupportedFeature, ["hidden_act", "gelu"]),
+        ("bamba", {"attn_layer_indices": [7]}, UnsupportedFeature, ["attn_layer_indices", "7"]),
+        ("falcon_h1", {"ssm_multipliers": [1.0]}, ModelError, ["ssm_multipliers", "5 numbers"]),
+        ("mamba2", {"head_dim": 8}, ModelError, ["6 heads of 8"]),
+        ("nemotron_h", {"layers_block_type": ["moe"]}, UnsupportedFeature, ["layers_block_type", "moe"]),
+        (
+            "nemotron_h",
+            {"layers_block_type": "absent", "hybrid_override_pattern": "ME"},
+            UnsupportedFeature,
+            ["hybrid_override_pattern", "ME"],
+        ),
         ("llama", {"hidden_act": "mish"}, UnsupportedFeature, ["hidden_act", "mish", "silu"]),
         ("llama", {"quantization_config": {"quant_method": "hqq"}}, UnsupportedFeature, ["hqq", "some/model"]),
         ("llama", {"rope_parameters": {"rope_type": "axial"}}, UnsupportedFeature, ["axial", "longrope"]),

@@ -36,20 +36,32 @@ _LATENT = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 20,
 }
+_STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2}
 # Fields that only these types call for.
 _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
+    "bamba": {**_STATE_SPACE, "attn_layer_indices": [1]},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _PLAIN_ROPE}},
     "deepseek_v2": _LATENT,
     "deepseek_v3": _LATENT,
     "dots3_note": {"num_key_value_heads": 4},
     "ernie4_5_moe": {"moe_k": 2},
+    "falcon_h1": {**_STATE_SPACE, "mamba_d_ssm": 128},
     "gemma3_text": {"attn_logit_softcapping": None},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 0, "intermediate_size": [112] * 4},
     "gpt_oss": {"rope_parameters": _PLAIN_ROPE},
     "gptj": {"rotary_dim": 8},
+    "granitemoehybrid": {**_STATE_SPACE, "layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 12},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 12,
+        "n_groups": 2,
+    },
     "axk1": _LATENT,
     "minicpm3": _LATENT,
     "youtu": _LATENT,
