@@ -102,6 +102,10 @@ _SMALL_OF_TYPE: dict[str, dict[str, dict[str, Any]]] = {
     "llava_next": {"": _PINPOINTS},
     "llava_next_video": {"": _PINPOINTS},
     "qwen3_5": {"vision_config": _QWEN_VISION, "text_config": {"num_hidden_layers": 4, "rope_parameters": _ROPE}},
+    "qwen3_5_moe": {
+        "vision_config": _QWEN_VISION,
+        "text_config": {"num_hidden_layers": 4, "rope_parameters": _ROPE},
+    },
     "vipllava": {"": {"vision_feature_layers": [-2, -1]}},
 }
 _OPTIONS = {
@@ -183,11 +187,12 @@ _SHAPES: dict[str, tuple[int, ...]] = {
     "llava_next": (1, 3, 3, 16, 16),
     "llava_next_video": (1, 3, 3, 16, 16),
     "qwen3_5": _PATCHES,
+    "qwen3_5_moe": _PATCHES,
     "video_llama_3": (16, 3 * 4 * 4),
 }
 _GRID = {"image_grid_thw": [[1, 4, 4]]}
 # Grids of features, of models with positions in time, height and width.
-_MERGED = {"qwen3_5": (1, 2, 2)}
+_MERGED = {"qwen3_5": (1, 2, 2), "qwen3_5_moe": (1, 2, 2)}
 _GRIDS: dict[str, dict[str, Any]] = {
     "exaone4_5": _GRID,
     "lfm2_vl": {"spatial_shapes": [[4, 4]], "pixel_attention_mask": [[1] * 16]},
@@ -195,6 +200,7 @@ _GRIDS: dict[str, dict[str, Any]] = {
     "llava_next": {"image_sizes": [[16, 32]]},
     "llava_next_video": {"image_sizes": [[16, 32]]},
     "qwen3_5": _GRID,
+    "qwen3_5_moe": _GRID,
     "video_llama_3": {**_GRID, "image_merge_sizes": [2]},
 }
 

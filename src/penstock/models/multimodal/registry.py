@@ -34,20 +34,25 @@ _ENCODERS = {
 # Architectures whose modules of Transformers give features that take the place of the image's tokens, and nothing else:
 # answers are those of Transformers (docs/media_sweep.md).
 _THROUGH_TRANSFORMERS = frozenset(
-    f"{name}ForConditionalGeneration"
-    for name in (
-        *(
-            "Aria",
-            "AyaVision",
-            "Cohere2Vision",
-            "DeepseekVL",
-            "Exaone4_5_",
-            "GotOcr2",
-            "Idefics2",
-            "Janus",
-        ),
-        *("Lfm2Vl", "LightOnOcr", "Llama4", "LlavaNextVideo", "Qwen3_5", "VideoLlama3", "VideoLlava", "VipLlava"),
-    )
+    {
+        "AriaForConditionalGeneration",
+        "AyaVisionForConditionalGeneration",
+        "Cohere2VisionForConditionalGeneration",
+        "DeepseekVLForConditionalGeneration",
+        "Exaone4_5_ForConditionalGeneration",
+        "GotOcr2ForConditionalGeneration",
+        "Idefics2ForConditionalGeneration",
+        "JanusForConditionalGeneration",
+        "Lfm2VlForConditionalGeneration",
+        "LightOnOcrForConditionalGeneration",
+        "Llama4ForConditionalGeneration",
+        "LlavaNextVideoForConditionalGeneration",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
+        "VideoLlama3ForConditionalGeneration",
+        "VideoLlavaForConditionalGeneration",
+        "VipLlavaForConditionalGeneration",
+    }
 )
 _TIMM = "its vision tower is a model of the package timm"
 _POSITIONS = "its tokens of images have positions in height and width of another kind than Qwen-VL's"
