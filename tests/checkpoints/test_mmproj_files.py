@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from penstock.config import ModelConfig
-from penstock.errors import ModelNotFound, UnsupportedFeature, UnsupportedModel
+from penstock.errors import ModelNotFound, UnsupportedModel
 from penstock.media.processors.reading import read_processor
 from support.checkpoints import save_checkpoint, tiny_model
 from support.gguf_files import write_gguf
@@ -81,15 +81,6 @@ def test_another_kind_of_projector_is_refused_by_name_where_it_is_given(
     encoder = write_encoder(model, "llava", tmp_path / "mmproj.gguf", **{"clip.projector_type": kind})
     assert architecture_of(path) is None
     with pytest.raises(error, match=reason):
-        ModelConfig.load(path, mmproj=encoder)
-
-
-def test_tiles_of_llava_next_are_refused_by_name(tmp_path: Path) -> None:
-    model = tiny_multimodal_model("llava")
-    path = write_language_model(model, "llava", tmp_path / "model.gguf")
-    pinpoints = {"clip.vision.image_grid_pinpoints": [336, 672]}
-    encoder = write_encoder(model, "llava", tmp_path / "mmproj.gguf", **pinpoints)
-    with pytest.raises(UnsupportedFeature, match="image_grid_pinpoints"):
         ModelConfig.load(path, mmproj=encoder)
 
 

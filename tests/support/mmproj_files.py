@@ -27,6 +27,7 @@ KINDS = {
     "gemma3": ("gemma3", "Gemma3ForCausalLM", "gemma3"),
     "smolvlm": ("llama", "LlamaForCausalLM", "idefics3"),
     "llava": ("llama", "LlamaForCausalLM", "mlp"),
+    "llava-next": ("llama", "LlamaForCausalLM", "mlp"),
     "pixtral": ("llama", "LlamaForCausalLM", "pixtral"),
     "mistral3": ("llama", "LlamaForCausalLM", "pixtral"),
 }
@@ -43,9 +44,12 @@ _TOKENS = {
         VOCAB_SIZE - 7: "<row_1_col_1>",
     },
     "llava": {IMAGE: "<image>"},
+    "llava-next": {IMAGE: "<image>"},
     "pixtral": _PIXTRAL,
     "mistral3": _PIXTRAL,
 }
+# Their converter wrote no layer behind the features.
+_LLAVA = ("llava", "llava-next")
 # Text in the place of an image.
 PLACEHOLDERS = {
     "qwen2-vl": "<|vision_start|><|image_pad|><|vision_end|>",
@@ -58,6 +62,7 @@ PLACEHOLDERS = {
 _OF_IMAGES: dict[str, dict[str, Any]] = {
     "qwen2-vl": {"image_min_pixels": 64, "image_max_pixels": 1600},
     "qwen2.5-vl": {"image_min_pixels": 64, "image_max_pixels": 1600, "window_size": 16, "n_wa_pattern": 2},
+    "llava-next": {"image_grid_pinpoints": [16, 48, 32, 16]},
     "smolvlm": {"preproc_image_size": 32},
     "pixtral": {"image_size": 32},
     "mistral3": {"image_size": 32, "spatial_merge_size": 2},
@@ -136,7 +141,7 @@ def _fields(model: PreTrainedModel, name: str) -> dict[str, Any]:
     is_qwen = name.startswith("qwen")
     width = getattr(vision, "embed_dim", None) if name == "qwen2-vl" else vision.hidden_size
     sizes = {
-        "block_count": vision.depth if is_qwen else vision.num_hidden_layers - (name == "llava"),
+        "block_count": vision.depth if is_qwen else vision.num_hidden_layers - (name in _LLAVA),
         "embedding_length": width,
         "feed_forward_length": 64 if name == "qwen2-vl" else vision.intermediate_size,
         "attention.head_count": vision.num_heads if is_qwen else vision.num_attention_heads,
@@ -150,7 +155,7 @@ def _fields(model: PreTrainedModel, name: str) -> dict[str, Any]:
     if name == "gemma3":  # 4 tokens of 4 x 4 patches
         sizes["projector.scale_factor"] = 2
     sizes |= _OF_IMAGES.get(name, {})
-    activation = {"qwen2-vl": {}, "llava": {}, "qwen2.5-vl": {"clip.use_silu": True}}
+    activation = {"qwen2-vl": {}, "llava": {}, "llava-next": {}, "qwen2.5-vl": {"clip.use_silu": True}}
     return {
         "clip.projector_type": kind,
         "clip.has_vision_encoder": True,
@@ -162,12 +167,14 @@ def _fields(model: PreTrainedModel, name: str) -> dict[str, Any]:
 def _tensors(model: PreTrainedModel, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors of the file: parts of the model's own, where these need not be changed."""
     known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 8)
-    last = f".layers.{model.config.vision_config.num_hidden_layers - 1}." if name == "llava" else None
+    last = f".layers.{model.config.vision_config.num_hidden_layers - 1}." if name in _LLAVA else None
     for own, weight in model.state_dict().items():
         published = _published(own, name)
         if published is None or (last is not None and (last in own or "post_layernorm" in own)):
             continue
-        if ".patch_embed.proj." in own:
+        if "image_newline" in own:
+            yield "model.image_newline", weight
+        elif ".patch_embed.proj." in own:
             yield "v.patch_embd.weight", weight[:, :, 0]
             yield "v.patch_embd.weight.1", weight[:, :, 1]
         elif ".qkv." in own:
@@ -196,10 +203,10 @@ def _published(own: str, name: str) -> str | None:
     own = own.removeprefix("model.")
     if name == "smolvlm":
         return f"model.{own}"
-    if name in ("gemma3", "llava"):
+    if name in ("gemma3", *_LLAVA):
         own = own.replace("vision_tower.", "vision_tower.vision_model.")
     own = own.replace("mm_input_projection_weight", "mm_input_projection.weight")
-    return own.replace("linear_1", "linear_0") if name == "llava" else own
+    return own.replace("linear_1", "linear_0") if name in _LLAVA else own
 
 
 def write_files(

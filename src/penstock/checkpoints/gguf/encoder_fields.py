@@ -122,6 +122,12 @@ def heads_of(encoder: Metadata) -> int:
     return encoder.size(".vision.attention.head_count")
 
 
+def tiles_of(encoder: Metadata) -> list[list[int]]:
+    """Sizes of images in tiles, height and width, of LLaVA-NeXT; none of LLaVA 1.5."""
+    sides = encoder.list_of(".vision.image_grid_pinpoints", int) or []
+    return [sides[index : index + 2] for index in range(0, len(sides), 2)]
+
+
 def has_old_names(encoder: Metadata) -> bool:
     """Whether the two matrices of feed-forward networks have each other's names, as in files of 2023 to 2025."""
     down = encoder.tensors.get("v.blk.0.ffn_down.weight")
@@ -293,19 +299,23 @@ def _idefics3(files: _Files) -> _Part:
 
 def _llava(files: _Files) -> _Part:
     encoder = files.encoder
-    if encoder.list_of(".vision.image_grid_pinpoints", int):
-        raise encoder.unsupported("clip.vision.image_grid_pinpoints (LLaVA-NeXT)", "LLaVA 1.5, without tiles")
     vision = _vision(encoder, "gelu")
     if "v.class_embd" not in encoder.tensors:
         raise encoder.unsupported("a tower without v.class_embd", "clip.projector_type='mlp' with a tower of CLIP")
     size = vision["image_size"]
     layers = encoder.list_of(".vision.feature_layer", int) or vision["num_hidden_layers"]
+    tiles = {"image_grid_pinpoints": tiles_of(encoder)} if tiles_of(encoder) else {}
     return _Part(
-        "LlavaForConditionalGeneration",
-        "llava",
+        f"Llava{'Next' * bool(tiles)}ForConditionalGeneration",
+        "llava_next" if tiles else "llava",
         {**vision, "model_type": "clip_vision_model"},
-        {"vision_feature_layer": layers, "vision_feature_select_strategy": "default"},
-        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": size}, "crop_size": _square(size)},
+        {"vision_feature_layer": layers, "vision_feature_select_strategy": "default", **tiles},
+        {
+            "image_processor_type": "LlavaNextImageProcessor" if tiles else "CLIPImageProcessor",
+            "size": {"shortest_edge": size},
+            "crop_size": _square(size),
+            **tiles,
+        },
         {
             "patch_size": vision["patch_size"],
             "vision_feature_select_strategy": "default",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.checkpoints.gguf.encoder_fields import has_old_names, heads_of, kind_of
+from penstock.checkpoints.gguf.encoder_fields import has_old_names, heads_of, kind_of, tiles_of
 from penstock.checkpoints.gguf.fields import Metadata
 from penstock.loader.gguf.changes import MinusOne, PairsInHalves, concatenated, kernel_of_frames
 from penstock.loader.gguf.names import TensorNames
@@ -14,7 +14,8 @@ _IDEFICS3 = "model.vision_model."
 # Feed-forward networks without gate; both matrices have each other's names in old files.
 _PLAIN, _PLAIN_OLD = ("mlp.fc1", "mlp.fc2"), ("mlp.fc2", "mlp.fc1")
 # A tower's last norm, where a projector takes what is before it, and embeddings of tokens that the language model has.
-_UNUSED = r"v\.post_ln\..*|v\.token_embd\.img_break|model\.image_newline"
+_UNUSED_NORM = r"v\.post_ln\..*"
+_UNUSED = rf"{_UNUSED_NORM}|v\.token_embd\.img_break|(model|v)\.image_newline"
 
 
 def _in_layers(parts: Mapping[str, str]) -> dict[str, str]:
@@ -118,4 +119,7 @@ def encoder_names_of(encoder: Metadata) -> TensorNames:
         "mm.0": f"{_PROJECTOR}linear_1",
         "mm.2": f"{_PROJECTOR}linear_2",
     }
+    if tiles_of(encoder):
+        newlines = dict.fromkeys(("model.image_newline", "v.image_newline"), "model.image_newline")
+        return TensorNames({**tower, **projector, **newlines}, layers, repeated=_UNUSED_NORM)
     return TensorNames({**tower, **projector}, layers, repeated=_UNUSED)
