@@ -105,7 +105,8 @@ def with_encoder(language_model: Any) -> Any:
 
 
 def _make_encoder(checkpoint: MultimodalCheckpoint) -> MediaEncoder:
-    reason = why_no_media(checkpoint.architecture)
+    # Features of sounds take the place of tokens in all models of audio alone.
+    reason = None if checkpoint.modalities == ("audio",) else why_no_media(checkpoint.architecture)
     if reason is not None:
         raise UnsupportedModel(
             f"{checkpoint.architecture} takes no media here: {reason}. Start with language_model_only for prompts of "
