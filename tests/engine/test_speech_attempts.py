@@ -24,7 +24,6 @@ from penstock.engine.transcription.transcriber import Asked, Rounds, Transcriber
 from penstock.engine.transcription.transcript import Transcript
 from penstock.engine.transcription.words import positions_of_tokens, words_of
 from penstock.errors import InvalidParameter
-from penstock.media.loader import MediaLoader
 from support.encoder_decoders import FIRST_STAMP, SPECIAL_IDS, SPEECH_RULES, tone, write_speech_model
 from support.engines import SMALL
 
@@ -51,13 +50,17 @@ def oracle(folder: Path) -> Any:
 
 @pytest.fixture(scope="module")
 def session(folder: Path, oracle: Any) -> Iterator[Session]:
-    session = Session(EngineConfig.create(str(folder), **SMALL, dtype="float32"))
+    session = Session(config_of(folder))
     yield session
     session.close()
 
 
+def config_of(folder: Path) -> EngineConfig:
+    return EngineConfig.create(str(folder), **SMALL, dtype="float32")
+
+
 def transcriber_of(session: Session) -> Transcriber:
-    return Transcriber(session.model_config, session.tokenizer, session.max_model_len, MediaLoader())
+    return Transcriber(config_of(session.model_config.folder), session.tokenizer, session.max_model_len)
 
 
 def transcribed(session: Session, sound: np.ndarray = SOUND, **fields: Any) -> Transcript:
@@ -261,12 +264,20 @@ def test_words_without_alignment_heads_are_refused(folder: Path, session: Sessio
     content = config.read_text()
     config.write_text(json.dumps({name: value for name, value in SPEECH_RULES.items() if name != "alignment_heads"}))
     try:
-        model = EngineConfig.create(str(folder), **SMALL).model
+        without = EngineConfig.create(str(folder), **SMALL)
     finally:
         config.write_text(content)
-    transcriber = Transcriber(model, session.tokenizer, session.max_model_len, MediaLoader())
-    with pytest.raises(InvalidParameter, match="generation_config.json has no alignment_heads"):
+    transcriber = Transcriber(without, session.tokenizer, session.max_model_len)
+    with pytest.raises(InvalidParameter, match=r"generation_config.json has no alignment_heads"):
         transcriber.speech((SOUND, RATE), Asked(timestamps=True, words=True))
+
+
+def test_an_engine_with_other_log_probabilities_has_no_threshold_of_them(folder: Path, session: Session) -> None:
+    config = EngineConfig.create(str(folder), **SMALL, logprobs_mode="raw_logits")
+    transcriber = Transcriber(config, session.tokenizer, session.max_model_len)
+    with pytest.raises(InvalidParameter, match=r"logprob_threshold=-1.0 needs an engine with logprobs_mode='raw_log"):
+        transcriber.speech((SOUND, RATE), Asked(thresholds=Thresholds(logprob=-1.0)))
+    assert not transcriber.has_logprobs
 
 
 def test_stamps_follow_the_special_tokens(session: Session) -> None:

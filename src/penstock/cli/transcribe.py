@@ -77,13 +77,10 @@ def transcribe(
     from penstock.cli.output_file import PartialFile, output_file
     from penstock.config import EngineConfig
     from penstock.engine.session import Session
-    from penstock.media.loader import MediaLoader
 
     config = EngineConfig.create(model, **engine)
     with closing(Session(config)) as session:
-        transcriber = Transcriber(
-            config.model, session.tokenizer, session.max_model_len, MediaLoader.of(config.multimodal)
-        )
+        transcriber = Transcriber(config, session.tokenizer, session.max_model_len)
         speech = transcriber.speech(file, asked, str(file))
 
         rounds = Rounds(speech.transcription())

@@ -62,15 +62,15 @@ def thresholds_of(temperatures: Sequence[float], given: Mapping[str, float | Non
 class Attempt:
     """Text of a piece. prompt_ids, token_ids: of the decoder, the end token among them.
 
-    avg_logprob: mean log-probability of the tokens, by the rules of speech and without temperature. no_speech_prob:
-    None where it was not asked for.
+    avg_logprob: mean log-probability of the tokens, by the rules of speech and without temperature; None where the
+    engine gives others. no_speech_prob: None where it was not asked for.
     """
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     text: str
     temperature: float
-    avg_logprob: float
+    avg_logprob: float | None
     no_speech_prob: float | None
 
     @property
@@ -95,4 +95,5 @@ class Attempt:
         return (repeats or self._is_unlikely(thresholds)) and not self.is_silent(thresholds)
 
     def _is_unlikely(self, thresholds: Thresholds) -> bool:
-        return thresholds.logprob is not None and self.avg_logprob < thresholds.logprob
+        least = thresholds.logprob
+        return least is not None and self.avg_logprob is not None and self.avg_logprob < least

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.config import ModelConfig
+from penstock.config import EngineConfig
 from penstock.contract import Part, SamplingParams
 from penstock.engine.inputs.prompts import Prompt
 from penstock.engine.output.outputs import RequestOutput
@@ -19,6 +19,7 @@ from penstock.engine.transcription.pieces import Piece, pieces_of
 from penstock.engine.transcription.speech_tokens import TASKS, SpeechTokens
 from penstock.engine.transcription.timing import Timing
 from penstock.engine.transcription.transcript import Transcript
+from penstock.errors import InvalidParameter
 from penstock.features.encoder_decoder.messages import AlignmentPart, SpeechPart, SpeechResult
 from penstock.media.audio import resampled
 from penstock.media.item import AUDIO, Samples
@@ -27,6 +28,7 @@ from penstock.media.processors.spectrograms import Spectrograms
 from penstock.text.tokenizer import Tokenizer
 
 _Result = TypeVar("_Result")
+_RAW = "raw_logprobs"
 # Prompts that may run together, each with its parameters.
 Round: TypeAlias = Sequence[tuple[Prompt, SamplingParams]]
 
@@ -71,9 +73,14 @@ class Rounds(Generic[_Result]):
 
 
 class Transcriber:
-    """Transcriber of one model. Raises UnsupportedFeature for a model that is none of speech."""
+    """Transcriber of an engine's model. Raises UnsupportedFeature for a model that is none of speech.
 
-    def __init__(self, model: ModelConfig, tokenizer: Tokenizer, max_model_len: int, loader: MediaLoader) -> None:
+    has_logprobs: the engine's log-probabilities are the model's own, as `logprobs_mode` says.
+    """
+
+    def __init__(self, config: EngineConfig, tokenizer: Tokenizer, max_model_len: int) -> None:
+        model = config.model
+        self.has_logprobs = config.sampling.logprobs_mode == _RAW
         self.tokens = SpeechTokens.of(model, tokenizer)
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -81,7 +88,7 @@ class Transcriber:
         # A position of the encoder's output lies between two timestamps.
         positions = model.hf_config.get("max_source_positions", 1500)
         self.timing = Timing(self.tokens, self.text, self.spectrograms.seconds / positions)
-        self._loader = loader
+        self._loader = MediaLoader.of(config.multimodal)
 
     def speech(self, sound: Any, asked: Asked, name: str = "audio") -> Speech:
         """Prepare the transcription of a sound; takes as long as its decoding.
@@ -90,6 +97,11 @@ class Transcriber:
         Raises InvalidMedia for what is no sound, InvalidParameter for what the model does not do.
         """
         self.tokens.check(asked.task, asked.language, timestamps=asked.timestamps, words=asked.words)
+        if asked.thresholds.logprob is not None and not self.has_logprobs:
+            raise InvalidParameter(
+                f"logprob_threshold={asked.thresholds.logprob} needs an engine with logprobs_mode={_RAW!r}. Start "
+                "it with that, or use one temperature without this threshold."
+            )
         media = self._loader.load(AUDIO, sound, name)
         rate = self.spectrograms.rate
         return Speech(self, asked, resampled(media.value, media.rate or rate, rate))
@@ -170,13 +182,14 @@ class Speech:
 
     def _attempt(self, output: RequestOutput, temperature: float) -> Attempt:
         completion = output.outputs[0]
+        total = completion.cumulative_logprob or 0.0
         result: SpeechResult | None = completion.parts.get(SpeechResult.feature)
         return Attempt(
             prompt_ids=output.prompt_token_ids,
             token_ids=completion.token_ids,
             text=self._of.text(completion.token_ids),
             temperature=temperature,
-            avg_logprob=(completion.cumulative_logprob or 0.0) / max(1, len(completion.token_ids)),
+            avg_logprob=total / len(completion.token_ids) if self._of.has_logprobs and completion.token_ids else None,
             no_speech_prob=None if result is None else result.no_speech_prob,
         )
 

@@ -25,7 +25,7 @@ class Segment(msgspec.Struct, kw_only=True):
     text: str
     tokens: list[int]
     temperature: float
-    avg_logprob: float
+    avg_logprob: float | None
     compression_ratio: float
     no_speech_prob: float | None = None
 

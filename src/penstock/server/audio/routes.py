@@ -17,7 +17,6 @@ from penstock.engine.transcription.speech_tokens import TASKS
 from penstock.engine.transcription.transcriber import Rounds, Speech, Transcriber
 from penstock.engine.transcription.transcript import usage_of
 from penstock.errors import UnsupportedFeature
-from penstock.media.loader import MediaLoader
 from penstock.server.audio.form import TranscriptionForm
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
@@ -77,12 +76,7 @@ def _transcriber(http: Request, model: ServedModel) -> Transcriber:
     state = http.app.state
     if not hasattr(state, "transcriber"):
         try:
-            state.transcriber = Transcriber(
-                model.engine.model_config,
-                model.tokenizer,
-                model.max_model_len,
-                MediaLoader.of(model.engine.config.multimodal),
-            )
+            state.transcriber = Transcriber(model.engine.config, model.tokenizer, model.max_model_len)
         except UnsupportedFeature as error:
             raise ApiError(400, str(error), param="model") from error
     transcriber: Transcriber = state.transcriber
