@@ -56,6 +56,8 @@ def test_an_encoder_of_another_model_is_left_alone_unless_it_is_given(llava: Pat
     assert architecture_of(path) is None
     with pytest.raises(UnsupportedModel, match=r"mmproj-llava-f16.gguf makes features of 64 values, and .* takes 48"):
         ModelConfig.load(path, mmproj=llava / "mmproj-llava-f16.gguf")
+    with pytest.raises(UnsupportedModel, match=r"general.architecture='llama'. It must be 'clip'"):
+        ModelConfig.load(path, mmproj=path)
     gemma = write_encoder(tiny_multimodal_model("gemma3"), "gemma3", llava / "mmproj-gemma.gguf")
     with pytest.raises(UnsupportedModel, match=r"for language models of the architecture gemma3, and .*'llama'"):
         ModelConfig.load(llava / "llava-Q8_0.gguf", mmproj=gemma)

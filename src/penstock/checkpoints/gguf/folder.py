@@ -52,10 +52,10 @@ def folder_of_file(path: Path, encoder: Path | None = None) -> Path:
     not run or fit.
     """
     parts = parts_of(path.absolute())
-    beside = encoders_in(parts[0].parent)[:1] if encoder is None else [encoder.absolute()]
-    # The model's own name may be that of an encoder.
-    encoders = [one for one in beside if one not in parts]
     is_given = encoder is not None
+    # The model's own name may be that of an encoder.
+    beside = [one for one in encoders_in(parts[0].parent) if one not in parts][:1]
+    encoders = beside if encoder is None else [encoder.absolute()]
     fingerprint = _fingerprint([*parts, *encoders], is_given=is_given)
     folder = env.cache_folder() / "gguf" / f"{path.name.removesuffix(SUFFIX)}-{fingerprint}"
     if not (folder / GENERATION_CONFIG_FILE).exists():
