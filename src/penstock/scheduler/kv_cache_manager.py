@@ -210,6 +210,11 @@ class KVCacheManager:
         held = self._held[request.req_id]
         if self._skipping_groups:
             self._free_skipped(held, self._skipping_groups)
+        if self._state_groups and num_new_tokens == 1 and num_tokens < request.length_limit:
+            # Attention needs its next block a token after the border of a snapshot: both at once, if they are free.
+            missing = self._num_missing(request, held.groups, num_tokens + 1)
+            if self._are_free(self._num_taken(missing)):
+                return self._extend(request, held, missing)
         missing = self._num_missing(request, held.groups, num_tokens)
         if not self._are_free(self._num_taken(missing)):
             return None
