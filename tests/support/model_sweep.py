@@ -37,6 +37,14 @@ _LATENT = {
     "v_head_dim": 20,
 }
 _STATE_SPACE = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 12, "mamba_n_groups": 2}
+_KINDS = {"layer_types": ["linear_attention", "full_attention"]}
+_DELTA = {
+    **_KINDS,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 # Fields that only these types call for.
 _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "bamba": {**_STATE_SPACE, "attn_layer_indices": [1]},
@@ -52,6 +60,7 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": _PLAIN_ROPE},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {**_STATE_SPACE, "layer_types": ["linear_attention", "full_attention"]},
+    "kimi_linear": {**_LATENT, **_KINDS, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 12},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 12},
@@ -62,6 +71,8 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
         "ssm_state_size": 12,
         "n_groups": 2,
     },
+    "olmo_hybrid": _DELTA,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), _DELTA),
     "axk1": _LATENT,
     "minicpm3": _LATENT,
     "youtu": _LATENT,
