@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from core.plugins import assert_equal
-from penstock.contract import RecurrentStateSpec, SamplingParams, StructuredOutputsParams
+from penstock.contract import RecurrentStateSpec, RpcCall, SamplingParams, StructuredOutputsParams
 from penstock.engine.core.engine_core import EngineCore
+from penstock.kernels.native import NATIVE
 from penstock.scheduler.kv_cache_plan import make_kv_cache_config
 from support import constraints
 from support.checkpoints import RECURRENT, VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
@@ -83,6 +84,8 @@ NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, 
 # Drafts of the second run, which earlier outputs give, are accepted.
 SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3, "adaptive": False}}
 CHUNKS = (1, 7, 64)
+# Their attention, or its norms, are no operations of programs.
+NOT_ONE_SEGMENT = ("olmo_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"max_num_batched_tokens": 13},
@@ -96,7 +99,7 @@ class Model:
     """A tiny checkpoint, its oracle, and the results of each prompt alone, whole, layer by layer."""
 
     def __init__(self, folder: Path, family: str, changes: dict[str, Any]) -> None:
-        self.folder = folder
+        self.folder, self.family = folder, family
         self.oracle = tiny_model(family, **changes)
         save_checkpoint(self.oracle, folder)
         self.alone = self.run_each(fast_paths="off", max_num_batched_tokens=128)
@@ -191,6 +194,21 @@ def test_quantised_weights_give_the_same_bits_in_any_chunks(model: Model, quanti
     core = make_core(model.folder, **OPTIONS, quantization=quantization, max_num_batched_tokens=7)
     for _ in range(2):
         assert_equal(run(core, prompts, PARAMS), expected)
+    core.close()
+
+
+@pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
+@pytest.mark.one_path(reason="recorded programs belong to the fast paths")
+def test_decoding_is_one_segment_of_a_program(model: Model) -> None:
+    core = make_core(model.folder, **OPTIONS)
+    run(core, PROMPTS[:2], PARAMS)
+
+    def segments(worker: Any) -> set[int]:
+        recorded = worker.runner.execution.programs._recorded.values()
+        return {0 if found is None else found.num_segments for found in recorded}
+
+    (found,) = core.collective_rpc(RpcCall(segments))
+    assert found == {1} or model.family in NOT_ONE_SEGMENT
     core.close()
 
 
