@@ -47,8 +47,6 @@ _THROUGH_TRANSFORMERS = frozenset(
         "LightOnOcrForConditionalGeneration",
         "Llama4ForConditionalGeneration",
         "LlavaNextVideoForConditionalGeneration",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForConditionalGeneration",
         "VideoLlama3ForConditionalGeneration",
         "VideoLlavaForConditionalGeneration",
         "VipLlavaForConditionalGeneration",
