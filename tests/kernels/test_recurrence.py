@@ -9,7 +9,15 @@ import torch
 
 from penstock.kernels import recurrence
 from penstock.kernels.native import load_native_kernels
-from penstock.kernels.recurrence import GateName, ScanParameters, ScanRule, scan
+from penstock.kernels.recurrence import (
+    GateName,
+    GroupOfRanks,
+    ScanParameters,
+    ScanRule,
+    group_squares,
+    scan,
+    shared_group_norm,
+)
 from support.instruction_sets import AVAILABLE
 from support.recurrences import (
     CHANNELS,
@@ -108,6 +116,22 @@ def test_convolution_is_the_loop_over_tokens_with_the_same_bits_in_chunks(name: 
 @pytest.mark.usefixtures("implementation")
 def test_gated_norm_is_that_of_numpy(gates_first: bool, activation: GateName, group_size: int) -> None:
     check_gated_norm(gates_first=gates_first, activation=activation, group_size=group_size)
+
+
+@pytest.mark.usefixtures("implementation")
+def test_a_group_of_two_ranks_has_the_norm_of_all_its_channels() -> None:
+    x_TX, weight_X = torch.randn(3, 48), torch.randn(48)
+    # Two groups of two ranks each.
+    ranks = [GroupOfRanks(size=12, number=rank // 2, num_groups=2, group_size=24) for rank in range(4)]
+    parts = [x_TX[:, 12 * rank :][:, :12].contiguous() for rank in range(4)]
+    squares_TG = sum((group_squares(part, group) for part, group in zip(parts, ranks, strict=True)), torch.zeros(3, 2))
+    found = [
+        shared_group_norm(part, squares_TG, weight_X[12 * rank :][:12].contiguous(), 1e-5, ranks[rank])
+        for rank, part in enumerate(parts)
+    ]
+    groups_TGX = x_TX.double().view(3, 2, 24)
+    expected = groups_TGX / (groups_TGX.square().mean(2, keepdim=True) + 1e-5).sqrt() * weight_X.double().view(2, 24)
+    torch.testing.assert_close(torch.cat(found, 1).double(), expected.flatten(1), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("implementation")

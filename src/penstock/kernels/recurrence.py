@@ -20,6 +20,7 @@ from torch import Tensor
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.recurrence import NativeRecurrence, StateRequests
 from penstock.kernels.recurrence_rule import GateName as GateName
+from penstock.kernels.recurrence_rule import GroupOfRanks as GroupOfRanks
 from penstock.kernels.recurrence_rule import ScanParameters as ScanParameters
 from penstock.kernels.recurrence_rule import ScanRule as ScanRule
 from penstock.kernels.recurrent_state import StateStep
@@ -207,13 +208,32 @@ def gated_norm_reference(
 ) -> Tensor:
     """The specification of `gated_norm`."""
     wide_TX = y_TX.float()
-    gate_TX = apply_gate(activation, gate_TW, offset, y_TX.shape[1], gate_scale)
+    gate_TX = _activate(activation, gate_TW[:, offset : offset + y_TX.shape[1]].float() * gate_scale)
     if weight is None:
         return (wide_TX * gate_TX).to(y_TX.dtype)
     groups_TGX = (wide_TX * gate_TX if gates_first else wide_TX).unflatten(1, (-1, group_size))
     scale_TG1 = (groups_TGX * groups_TGX).mean(2, keepdim=True).add_(eps).rsqrt_()
     normed_TX: Tensor = (groups_TGX * scale_TG1 * weight.float().view(-1, group_size)).flatten(1)
     return (normed_TX if gates_first else normed_TX * gate_TX).to(y_TX.dtype)
+
+
+def group_squares(x_TX: Tensor, group: GroupOfRanks) -> Tensor:
+    """Sums of squares of this rank's channels, [T, groups] in x's dtype: zero in other groups than its own."""
+    native = native_recurrence([x_TX], None, [])
+    if native is not None:
+        return native.group_squares(x_TX, group)
+    squares_TG = x_TX.new_zeros(x_TX.shape[0], group.num_groups)
+    squares_TG[:, group.number] = x_TX.float().square().sum(1)
+    return squares_TG
+
+
+def shared_group_norm(x_TX: Tensor, squares_TG: Tensor, weight_X: Tensor, eps: float, group: GroupOfRanks) -> Tensor:
+    """RMSNorm of this rank's channels of a group, from the sums of squares of all ranks: [T, X], in x's dtype."""
+    native = native_recurrence([x_TX, squares_TG], None, [weight_X])
+    if native is not None:
+        return native.shared_group_norm(x_TX, squares_TG, weight_X, eps, group)
+    mean_T1 = squares_TG[:, group.number : group.number + 1].float() / group.group_size
+    return (x_TX.float() * (mean_T1 + eps).rsqrt() * weight_X.float()).to(x_TX.dtype)
 
 
 def native_recurrence(
@@ -232,11 +252,6 @@ def triton_recurrence(rows: Sequence[Tensor], parameters: Sequence[Tensor | None
     from penstock.kernels.triton import recurrence
 
     return recurrence if recurrence.takes(rows, parameters) else None
-
-
-def apply_gate(activation: GateName, gate_TW: Tensor, offset: int, width: int, scale: float = 1.0) -> Tensor:
-    """Activation of the scaled columns of a gate from `offset` on: float32 [T, width]."""
-    return _activate(activation, gate_TW[:, offset : offset + width].float() * scale)
 
 
 def _token_by_token(

@@ -1,4 +1,4 @@
-"""Rule of a linear recurrence, and its parameters. Suffixes are those of `kernels.recurrence`."""
+"""Rule of a linear recurrence and its parameters, and a norm's groups. Suffixes are those of `kernels.recurrence`."""
 
 from __future__ import annotations
 
@@ -62,3 +62,15 @@ class ScanParameters(NamedTuple):
     decay_log: Tensor
     step_bias: Tensor | None = None
     skip: Tensor | None = None
+
+
+class GroupOfRanks(NamedTuple):
+    """A group of channels that are normalised together, of several ranks.
+
+    size: channels of this rank, all in the group of this number. group_size: channels of a group.
+    """
+
+    size: int
+    number: int
+    num_groups: int
+    group_size: int

@@ -13,7 +13,7 @@ from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.tracing import Argument, TracedRequests, TracedTensor
-from penstock.kernels.recurrence_rule import ScanParameters, ScanRule
+from penstock.kernels.recurrence_rule import GroupOfRanks, ScanParameters, ScanRule
 
 _STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 _ACTIVATIONS = {None: 0, "silu": 1, "sigmoid": 2}
@@ -39,12 +39,15 @@ class NativeRecurrence:
 
     def __init__(self, module: Library, types: Mapping[str, OperationType], index: int) -> None:
         self._module, self._types, self._index = module, types, index
-        self._gated_norm = NativeOperation(module.operation, index, types["gated_norm"])
+        self._gated_norm, self._group_squares, self._shared_group_norm = (
+            NativeOperation(module.operation, index, types[name])
+            for name in ("gated_norm", "group_squares", "shared_group_norm")
+        )
 
     @staticmethod
     def exists(types: Mapping[str, OperationType]) -> bool:
         """Whether the library has these operations."""
-        return "linear_recurrence" in types
+        return "shared_group_norm" in types
 
     @staticmethod
     def takes(rows: Sequence[Tensor], states: Tensor | None, parameters: Sequence[Tensor | None]) -> bool:
@@ -129,6 +132,16 @@ class NativeRecurrence:
         stride = group_size if weight is not None and weight.shape[0] == size else 0
         factors = eps, gate_scale, int(gates_first), _ACTIVATIONS[activation]
         return self._gated_norm.rows(y_TX, size, size, offset, group_size, weight, stride, *factors, second=gate_TW)
+
+    def group_squares(self, x_TX: Tensor, group: GroupOfRanks) -> Tensor:
+        """`kernels.recurrence.group_squares`."""
+        return self._group_squares.rows(x_TX, group.num_groups, *group)
+
+    def shared_group_norm(
+        self, x_TX: Tensor, squares_TG: Tensor, weight_X: Tensor, eps: float, group: GroupOfRanks
+    ) -> Tensor:
+        """`kernels.recurrence.shared_group_norm`."""
+        return self._shared_group_norm.rows(x_TX, group.size, *group, weight_X, eps, second=squares_TG)
 
     def _run(
         self,

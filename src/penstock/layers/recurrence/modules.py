@@ -6,13 +6,12 @@ Suffixes are those of `kernels.recurrence`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.recurrence import GateName, apply_gate, gated_norm
+from penstock.kernels.recurrence import GateName, GroupOfRanks, gated_norm, group_squares, shared_group_norm
 from penstock.layers.recurrence.operations import convolve
 from penstock.layers.recurrence.state import RecurrentState
 from penstock.layers.weights import Part, ScaledSlot, WeightSlot, new_parameter
@@ -107,16 +106,19 @@ class GatedNorm(nn.Module):
             return {"weight": WeightSlot((self.group_size,), self.weight)}
         return {"weight": WeightSlot((self._channels.whole,), self.weight, Part(0, (self._channels,)))}
 
-    def forward(self, y_TX: Tensor, gate_TW: Tensor, context: ForwardContext, *, offset: int = 0) -> Tensor:
+    def forward(self, y_TX: Tensor, gate_TW: Tensor, _: ForwardContext, *, offset: int = 0) -> Tensor:
         """[T, X]. offset: first column of the gate."""
-        if self.weight is not None and self.group_size > self._channels.size:
-            call = partial(self._across_ranks, self.weight, offset=offset)
-            (out_TX,) = context.opaque(call, y_TX, gate_TW, widths=[self._channels.size])
-            return out_TX
+        if self.weight is None or self.group_size <= self._channels.size:
+            return self._gated(y_TX, gate_TW, self.weight, offset)
+        if self.gates_first:
+            return self._normed(self._gated(y_TX, gate_TW, None, offset), self.weight)
+        return self._gated(self._normed(y_TX, self.weight), gate_TW, None, offset)
+
+    def _gated(self, y_TX: Tensor, gate_TW: Tensor, weight: Tensor | None, offset: int) -> Tensor:
         return gated_norm(
             y_TX,
             gate_TW,
-            self.weight,
+            weight,
             self.eps,
             offset=offset,
             group_size=self.group_size,
@@ -125,17 +127,10 @@ class GatedNorm(nn.Module):
             gate_scale=self._gate_scale,
         )
 
-    def _across_ranks(
-        self, weight_X: Tensor, _: ForwardContext, y_TX: Tensor, gate_TW: Tensor, *, offset: int
-    ) -> list[Tensor]:
+    def _normed(self, x_TX: Tensor, weight_X: Tensor) -> Tensor:
         """The norm of a group that several ranks have channels of, each of that group alone."""
-        gate_TX = apply_gate(self.activation, gate_TW, offset, self._channels.size, self._gate_scale)
-        wide_TX = y_TX.float()
-        if self.gates_first:
-            wide_TX = wide_TX * gate_TX
-        own = self._channels.start // self.group_size
-        squares_TG = wide_TX.new_zeros(len(wide_TX), self._channels.whole // self.group_size)
-        squares_TG[:, own] = (wide_TX * wide_TX).sum(1)
-        mean_T1 = self._group.all_reduce(squares_TG)[:, own : own + 1] / self.group_size
-        normed_TX = wide_TX * (mean_T1 + self.eps).rsqrt() * weight_X.float()
-        return [(normed_TX if self.gates_first else normed_TX * gate_TX).to(y_TX.dtype)]
+        channels = self._channels
+        group = GroupOfRanks(
+            channels.size, channels.start // self.group_size, channels.whole // self.group_size, self.group_size
+        )
+        return shared_group_norm(x_TX, self._group.all_reduce(group_squares(x_TX, group)), weight_X, self.eps, group)

@@ -386,6 +386,10 @@ constexpr FieldType type_of() {
       FIELD(Arguments, member.states.num_own_blocks), FIELD(Arguments, member.states.block_size),              \
       FIELD(Arguments, member.state_type)
 
+#define SHARED_GROUP                                                                  \
+  FIELD(SharedGroupArguments, size), FIELD(SharedGroupArguments, group),              \
+      FIELD(SharedGroupArguments, num_groups), FIELD(SharedGroupArguments, group_size)
+
 #define ATTENTION_FIELDS                                                                                            \
   FIELD(AttentionArguments, group), FIELD(AttentionArguments, is_last),                                             \
       FIELD(AttentionArguments, attention.key_cache), FIELD(AttentionArguments, attention.value_cache),             \
@@ -519,6 +523,10 @@ const OperationType kTypes[] = {
      {FIELD(GatedNormArgs, size), FIELD(GatedNormArgs, offset), FIELD(GatedNormArgs, group_size),
       FIELD(GatedNormArgs, weight), FIELD(GatedNormArgs, weight_stride), FIELD(GatedNormArgs, eps),
       FIELD(GatedNormArgs, gate_scale), FIELD(GatedNormArgs, gates_first), FIELD(GatedNormArgs, activation)},
+     nullptr},
+    {"group_squares", kRows, kRead, kNone, kMake, kNoInput, false, group_squares, {SHARED_GROUP}, nullptr},
+    {"shared_group_norm", kRows, kRead, kRead, kMake, kNoInput, false, shared_group_norm,
+     {SHARED_GROUP, FIELD(SharedGroupArguments, weight), FIELD(SharedGroupArguments, eps)},
      nullptr},
     {"keep_last", kRows, kChange, kNone, kNone, kNoInput, false, keep_last, {}, nullptr},
     {"narrow", kStep, kChange, kNone, kNone, kNoInput, false, narrow, {}, nullptr},

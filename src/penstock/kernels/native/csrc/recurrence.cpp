@@ -1,5 +1,6 @@
 #include "recurrence.h"
 
+#include <cmath>
 #include <cstring>
 
 #include "program.h"
@@ -60,6 +61,30 @@ Result gated_norm(const Operation& operation, const Call& call) {
   a.rows = call.num_rows;
   a.num_threads = call.num_threads;
   call.kernels->gated_norm(a);
+  return kDone;
+}
+
+Result group_squares(const Operation& operation, const Call& call) {
+  const auto a = operation.get<SharedGroupArguments>();
+  std::memset(call.out.at, 0, call.num_rows * call.out.stride * sizeof(float));
+  for (int64_t row = 0; row < call.num_rows; ++row) {
+    const float* x = call.x.at + row * call.x.stride;
+    double sum = 0.0;
+    for (int64_t i = 0; i < a.size; ++i) sum += static_cast<double>(x[i]) * x[i];
+    call.out.at[row * call.out.stride + a.group] = static_cast<float>(sum);
+  }
+  return kDone;
+}
+
+Result shared_group_norm(const Operation& operation, const Call& call) {
+  const auto a = operation.get<SharedGroupArguments>();
+  for (int64_t row = 0; row < call.num_rows; ++row) {
+    const float* x = call.x.at + row * call.x.stride;
+    float* out = call.out.at + row * call.out.stride;
+    const float squares = call.second.at[row * call.second.stride + a.group];
+    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(a.group_size) + a.eps);
+    for (int64_t i = 0; i < a.size; ++i) out[i] = x[i] * scale * a.weight[i];
+  }
   return kDone;
 }
 

@@ -109,12 +109,13 @@ PENSTOCK_INLINE Vec activated(GateActivation activation, Vec x) {
   return activation == GateActivation::kSilu ? Silu::of(x) : activation == GateActivation::kSigmoid ? sigmoid(x) : x;
 }
 
-// Channels that a thread takes at once.
+// Channels that go through a segment together.
 constexpr int64_t kChannels = 64;
 
+// A unit of work is a range of channels, in all tokens of a request.
 struct ConvolutionJob {
   const ConvolutionArgs* args;
-  int64_t next_unit;
+  int64_t channels, ranges, next_unit;
 };
 
 // Inputs of a segment's tokens, behind those of the tokens before it.
@@ -123,8 +124,9 @@ struct ConvolutionInputs {
 };
 
 template <class S>
-static void convolve_channels(const ConvolutionArgs& a, int64_t request, int64_t first, ConvolutionInputs& inputs) {
-  const int64_t before = a.taps - 1, width = a.channels - first < kChannels ? a.channels - first : kChannels;
+static void convolve_channels(const ConvolutionArgs& a, int64_t request, int64_t first, int64_t width,
+                              ConvolutionInputs& inputs) {
+  const int64_t before = a.taps - 1;
   StateSegments segments(a.states, request);
   bool has_begun = false;
   for (StateSegment s; segments.next(s);) {
@@ -169,21 +171,28 @@ static void convolve_channels(const ConvolutionArgs& a, int64_t request, int64_t
 static void convolve_thread(void* data, int, const Team&) {
   auto& job = *static_cast<ConvolutionJob*>(data);
   const ConvolutionArgs& a = *job.args;
-  const int64_t ranges = (a.channels + kChannels - 1) / kChannels;
   ConvolutionInputs inputs;
   for (;;) {
     const int64_t unit = __atomic_sub_fetch(&job.next_unit, 1, __ATOMIC_RELAXED);
     if (unit < 0) return;
-    (a.state_type == StateType::kBfloat16 ? convolve_channels<Bfloat16> : convolve_channels<float>)(
-        a, unit / ranges, unit % ranges * kChannels, inputs);
+    const int64_t first = unit % job.ranges * job.channels, end = least(first + job.channels, a.channels);
+    for (int64_t at = first; at < end; at += kChannels)
+      (a.state_type == StateType::kBfloat16 ? convolve_channels<Bfloat16> : convolve_channels<float>)(
+          a, unit / job.ranges, at, least(end - at, kChannels), inputs);
   }
 }
 
 static void convolve(const ConvolutionArgs& a) {
-  const int64_t num_requests = a.states.num_requests, units = num_requests * ((a.channels + kChannels - 1) / kChannels);
-  ConvolutionJob job{&a, units};
+  const int64_t num_requests = a.states.num_requests;
+  ConvolutionJob job{&a, a.channels, 1, 0};
+  // Few long ranges: the rows of a state are read faster from one end to the other.
+  while (num_requests * job.ranges < kUnitsPerThread * a.num_threads && job.channels > kChannels) {
+    job.channels = divided_up(job.channels, 2 * kChannels) * kChannels;
+    job.ranges = divided_up(a.channels, job.channels);
+  }
+  job.next_unit = num_requests * job.ranges;
   const int64_t elements = a.states.query_start[num_requests] * a.channels * 4;
-  run_parallel(threads_for(elements, units, a.num_threads), convolve_thread, &job);
+  run_parallel(threads_for(elements, job.next_unit, a.num_threads), convolve_thread, &job);
 }
 
 static void gated_norm_thread(void* data, int thread, const Team& team) {
