@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
+from penstock.device.anonymous_memory import create_shared_memory
+from penstock.parallel.shared_memory import SharedMemory
 from support.leftovers import descriptors
 
 # Where it has no name in any case, it may be limited by that of files; a file without a name, by its file system.
@@ -24,7 +25,8 @@ del os.memfd_create
 PROGRAM = """
 from pathlib import Path
 from penstock.errors import OutOfMemory
-from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
+from penstock.device.anonymous_memory import create_shared_memory
+from penstock.parallel.shared_memory import SharedMemory
 
 before = len(list(Path("/proc/self/fd").iterdir()))
 try:

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from penstock.device.anonymous_memory import create_shared_memory
 from penstock.parallel import Group, ParallelState
-from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
+from penstock.parallel.shared_memory import SharedMemory
 from penstock.parallel.shared_memory_group import SharedMemoryGroup, group_bytes
 
 _Result = TypeVar("_Result")

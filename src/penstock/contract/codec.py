@@ -28,13 +28,13 @@ def encode(message: msgspec.Struct) -> bytearray:
     return data
 
 
-def decode(data: bytes | bytearray, message_type: type[_Message]) -> _Message:
+def decode(data: bytes | bytearray | memoryview, message_type: type[_Message]) -> _Message:
     """Decode a message of `encode`.
 
     Raises ContractVersionError for bytes of another version, damaged bytes, or an unregistered part.
     """
     header = len(_HEADER)
-    if len(data) < header or not data.startswith(_PREFIX):
+    if len(data) < header or data[: len(_PREFIX)] != _PREFIX:
         raise ContractVersionError(f"These {len(data)} bytes are no {message_type.__name__}: the header is missing.")
     version = int.from_bytes(data[len(_PREFIX) : header], "little")
     if version != CONTRACT_VERSION:

@@ -22,6 +22,7 @@ from penstock.contract import RpcCall, decode, encode
 from penstock.device.limits import cpu_quota
 from penstock.device.threads import plan_threads
 from penstock.executor.death_watch import DeathWatch, death_of
+from penstock.executor.large_messages import Outgoing
 from penstock.executor.messages import (
     CallWorker,
     CloseWorker,
@@ -137,7 +138,8 @@ class MultiprocessExecutor(RanksExecutor):
         config = dumps("The configuration", self._config)
         for started in self._ranks:
             message = WorkerStart(config=config, rank=started.rank)
-            self._send_to(started, pickle.dumps(message), "start")
+            with Outgoing(pickle.dumps(message)) as outgoing:
+                self._send_to(started, outgoing, "start")
 
     def _start_process(self, rank: int, memory: int) -> None:
         ours, theirs = Pipe()
@@ -168,13 +170,13 @@ class MultiprocessExecutor(RanksExecutor):
                 logger.warning("Rank %d did not end within %g s", rank.rank, GRACE_S)
 
     def _send(self, message: ExecuteStep | SampleStep | CallWorker, name: str) -> None:
-        data = encode(ToWorker(message))
-        for rank in self._ranks:
-            self._send_to(rank, data, name)
+        with Outgoing(encode(ToWorker(message))) as outgoing:
+            for rank in self._ranks:
+                self._send_to(rank, outgoing, name)
 
-    def _send_to(self, rank: _Rank, data: bytes | bytearray, name: str) -> None:
+    def _send_to(self, rank: _Rank, message: Outgoing, name: str) -> None:
         try:
-            rank.connection.send_bytes(data)
+            message.send(rank.connection)
         except BlockingIOError:
             # A part may have been sent, so that no message can follow.
             self._fail(self._timed_out(name, self._reading_limit_s, [rank], "to read a message"))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.contract import RpcCall, SamplingInput, decode, encode
 from penstock.errors import error_as_data
+from penstock.executor.large_messages import receive_message
 from penstock.executor.messages import (
     Answer,
     CallWorker,
@@ -52,7 +53,7 @@ def main() -> None:
     keep_to_this_process(connection, memory_descriptor)
     outbox = _Outbox(connection)
     try:
-        start: WorkerStart = pickle.loads(connection.recv_bytes())
+        start: WorkerStart = pickle.loads(receive_message(connection))
         configure_worker_logging(start.rank)
         _run(start, memory_descriptor, connection, outbox)
     except (EOFError, ConnectionError):
@@ -119,7 +120,7 @@ class WorkerLoop:
         self._step_timeout_s = step_timeout_s
 
     def run(self, connection: Connection) -> None:
-        while not isinstance(message := decode(connection.recv_bytes(), ToWorker).message, CloseWorker):
+        while not isinstance(message := decode(receive_message(connection), ToWorker).message, CloseWorker):
             self.handle(message)
 
     def handle(self, message: ExecuteStep | SampleStep | CallWorker) -> None:

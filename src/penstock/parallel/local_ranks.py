@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from penstock.config.parallel import ParallelConfig
+from penstock.device.anonymous_memory import create_shared_memory
 from penstock.device.limits import usable_cores
 from penstock.parallel.agreement import GroupAgreement
 from penstock.parallel.group import ONE_RANK, Group
-from penstock.parallel.shared_memory import SharedMemory, create_shared_memory
+from penstock.parallel.shared_memory import SharedMemory
 from penstock.parallel.shared_memory_group import (
     SPIN_US,
     SharedMemoryGroup,

@@ -41,6 +41,7 @@ from penstock.engine.processes.core_group import CoreGroup, load_engine_core
 from penstock.engine.processes.core_server import ServedCore, call_utility
 from penstock.engine.processes.supervisor import EngineSupervisor
 from penstock.errors import PenstockError, error_as_data
+from penstock.executor.large_messages import receive_message
 from penstock.executor.processes import limit_waits
 from penstock.executor.serialization import dumps, loads
 from penstock.scheduler.outputs import EngineCoreOutput
@@ -100,8 +101,8 @@ class FrontEnd:
         self.stuck_since: float | None = None
         self.is_gone = False
 
-    def receive(self) -> bytes:
-        return self._connection.recv_bytes()
+    def receive(self) -> bytes | memoryview:
+        return receive_message(self._connection)
 
     def send(self, message: CoreMessage) -> None:
         """Send a message, or queue it while the front end takes none; queued outputs become one message."""
@@ -156,7 +157,7 @@ class Broker:
         self._call_ids: dict[str, int] = {}
         # Messages of front ends; None for the end of a connection, or of the broker. The first entry of a front end is
         # `_HELLO`.
-        self._arrived: queue.SimpleQueue[tuple[FrontEnd | None, bytes | None]] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[FrontEnd | None, bytes | memoryview | None]] = queue.SimpleQueue()
         self._status_due_at = 0.0
         self._wake: Callable[[], None] = lambda: None
         self._engines: Sequence[EngineSupervisor] = ()
@@ -219,7 +220,7 @@ class Broker:
                 self._fronts.discard(front)
         self._deliver([])
 
-    def _handle(self, front: FrontEnd, data: bytes | None) -> None:
+    def _handle(self, front: FrontEnd, data: bytes | memoryview | None) -> None:
         if data is None:
             self._remove(front)
         elif data == _HELLO:
@@ -330,7 +331,7 @@ class Broker:
             num_refused=admission.num_refused,
         )
 
-    def _put(self, front: FrontEnd | None, data: bytes | None) -> None:
+    def _put(self, front: FrontEnd | None, data: bytes | memoryview | None) -> None:
         self._arrived.put((front, data))
         self._wake()
 

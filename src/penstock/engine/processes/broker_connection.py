@@ -17,6 +17,7 @@ from penstock.engine.messages import BrokerStatus, CoreMessage, FromCore
 from penstock.engine.processes.child_process import CoreHandle
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.statistics.step_log import StepRecord
+from penstock.executor.large_messages import send_message
 from penstock.executor.processes import limit_waits
 
 # Longest wait for a broker that takes no messages.
@@ -85,7 +86,7 @@ class BrokerConnection:
     def send(self, data: bytes | bytearray) -> None:
         """As `ChildProcess.send`."""
         try:
-            self._connection.send_bytes(data)
+            send_message(self._connection, data)
         except BlockingIOError:
             raise
         except OSError:

@@ -13,6 +13,7 @@ from typing import Any
 from penstock.contract import encode
 from penstock.engine.messages import CoreEnded, CoreLog, CoreMessage, CoreStart, FromCore
 from penstock.errors import error_as_data
+from penstock.executor.large_messages import receive_message
 from penstock.executor.processes import end_with_parent, leave_end_to_parent
 from penstock.executor.serialization import loads
 from penstock.observability.logging import log_uncaught_errors, send_log
@@ -33,9 +34,9 @@ class ParentConnection:
         with self._lock:
             self._connection.send_bytes(data)
 
-    def receive(self) -> bytes:
+    def receive(self) -> bytes | memoryview:
         """Wait for the parent's next message. Raises EOFError or OSError at the end of the connection."""
-        return self._connection.recv_bytes()
+        return receive_message(self._connection)
 
     def log(self, fields: dict[str, str | int | float]) -> None:
         """Send a log record, unless the connection is closed."""
@@ -51,7 +52,7 @@ def main() -> None:
     connection = Connection(descriptor)
     parent = ParentConnection(connection)
     try:
-        start: CoreStart = pickle.loads(connection.recv_bytes())
+        start: CoreStart = pickle.loads(receive_message(connection))
         send_log(start.log_levels, parent.log)
         log_uncaught_errors()
         run: Callable[[Any, ParentConnection], None]

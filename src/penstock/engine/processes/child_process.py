@@ -21,6 +21,7 @@ from penstock.engine.messages import CoreEnded, CoreLog, CoreMessage, CoreStart,
 from penstock.engine.processes.child_main import PROGRAM, ParentConnection
 from penstock.engine.processes.core_server import ServedCore, serve_core
 from penstock.errors import error_as_data
+from penstock.executor.large_messages import send_message
 from penstock.executor.processes import ProcessStarter, limit_waits
 from penstock.executor.select import environment_of_core
 from penstock.executor.serialization import dumps
@@ -96,7 +97,7 @@ class ChildProcess:
         Raises BlockingIOError on a timeout; the message may be partly sent, so that no other can follow it.
         """
         try:
-            self._connection.send_bytes(data)
+            send_message(self._connection, data)
         except BlockingIOError:
             raise
         except OSError:

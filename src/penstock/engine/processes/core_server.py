@@ -90,7 +90,7 @@ class _Server:
     def __init__(self, core: ServedCore, parent: ParentConnection) -> None:
         self._core = core
         self._parent = parent
-        self._arrived: queue.Queue[bytes | None] = queue.Queue()
+        self._arrived: queue.Queue[bytes | memoryview | None] = queue.Queue()
         self._is_answering = False
         self._num_restarts_sent = 0
         self._stats_sent = core.stats()
