@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from core.plugins import assert_equal
@@ -19,7 +20,7 @@ from penstock.engine.processes.core_group import CoreGroup
 from penstock.engine.replay import replay
 from penstock.engine.session import Session
 from penstock.errors import UnsupportedFeature
-from penstock.executor import MultiprocessExecutor
+from penstock.executor import MultiprocessExecutor, large_messages
 from penstock.features.multimodal.scheduling import MediaScheduling
 from support.arrangements import assert_same
 from support.engines import Result, finish, make_core
@@ -73,6 +74,26 @@ def test_workers_together_give_the_tokens_of_one(
         assert_equal(found, expected)
     else:
         assert_same(found, expected)
+
+
+@pytest.mark.slow
+def test_messages_in_shared_memory_change_no_token(
+    folder: Path, prompts: list[MediaPrompt], expected: list[Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As with pixels of large images: requests to the core's process, and steps to the ranks.
+    monkeypatch.setattr(large_messages, "_LARGE_BYTES", 100)
+    before = psutil.Process().num_fds()
+    assert_same(results_of(make_core(folder, **OPTIONS, **TENSOR), prompts), expected)
+    assert psutil.Process().num_fds() == before
+    small = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "4MiB"}
+    config = EngineConfig.create(str(folder), enable_multiprocessing=True, **OPTIONS, **small)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with closing(Session(config)) as session:
+        (text, images), *_ = texts("qwen2.5-vl")
+        accepted = session.accept({"prompt": text, "multi_modal_data": {"image": images}}, params)
+        *_, last = session.run([accepted])
+        assert list(last.output().outputs[0].token_ids) == expected[0].tokens
+    assert psutil.Process().num_fds() == before
 
 
 def process_ids(core: EngineCore) -> list[int]:

@@ -160,6 +160,8 @@ def play(driver: MediaDriver, wanted: list[tuple[list[int], list[MediaItem]]], m
             except (InvalidRequest, ContextTooLong):
                 event("refused")
         elif move == "abort":
+            if any(req_id in users for users in driver.media.cache._users.values()):
+                event("aborted within an item")
             driver.abort(req_id)
         elif move == "crash":
             driver.crash()

@@ -13,7 +13,7 @@ from penstock.errors import InvalidParameter, PenstockError
 CONTRACT_VERSION = 12
 _Message = TypeVar("_Message")
 _PREFIX = b"penstock"
-_HEADER = _PREFIX + CONTRACT_VERSION.to_bytes(2, "little")
+_NUM_HEADER_BYTES = len(_PREFIX) + 2
 _ENCODER = msgspec.msgpack.Encoder()
 
 
@@ -23,8 +23,8 @@ class ContractVersionError(PenstockError):
 
 def encode(message: msgspec.Struct) -> bytearray:
     """Encode a message for `decode` with the same type. Arrays in it are copied once."""
-    data = bytearray(_HEADER)
-    _ENCODER.encode_into(message, data, len(_HEADER))
+    data = bytearray(_PREFIX + CONTRACT_VERSION.to_bytes(2, "little"))
+    _ENCODER.encode_into(message, data, _NUM_HEADER_BYTES)
     return data
 
 
@@ -33,7 +33,7 @@ def decode(data: bytes | bytearray | memoryview, message_type: type[_Message]) -
 
     Raises ContractVersionError for bytes of another version, damaged bytes, or an unregistered part.
     """
-    header = len(_HEADER)
+    header = _NUM_HEADER_BYTES
     if len(data) < header or data[: len(_PREFIX)] != _PREFIX:
         raise ContractVersionError(f"These {len(data)} bytes are no {message_type.__name__}: the header is missing.")
     version = int.from_bytes(data[len(_PREFIX) : header], "little")
