@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from core.plugins import running_sum, write_checkpoint
+from core.plugins import assert_equal, running_sum, write_checkpoint
 from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
 from penstock.engine.core.engine_core import EngineCore
 from penstock.scheduler.kv_cache_plan import group_layers, make_kv_cache_config
@@ -150,3 +150,21 @@ def test_every_request_has_the_bits_of_a_run_alone(tmp_path: Path, name: str, op
         holds()
     finally:
         engine.core.close()
+
+
+@pytest.mark.parametrize("options", [{"mamba_cache_dtype": "bfloat16"}, {"mamba_ssm_cache_dtype": "bfloat16"}], ids=str)
+@pytest.mark.one_case_quick
+def test_states_in_bfloat16_are_smaller_and_have_one_value_each(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny_checkpoint(tmp_path, "granitemoehybrid")
+    prompts, sizes, results = [PROMPTS[-1], PROMPTS[4]], [], []
+    for more in ({}, {**options, "max_num_batched_tokens": 64}, {**options, "max_num_batched_tokens": 7, **NGRAM}):
+        core = make_core(tmp_path, **OPTIONS, **more, kv_cache_memory_bytes=8 << 20)
+        groups = core.kv_cache_config.groups
+        sizes.append(max(group.spec.page_size_bytes for group in groups if isinstance(group.spec, RecurrentStateSpec)))
+        results.append([run(core, prompts, PARAMS) for _ in range(2)])
+        core.close()
+    assert 0.5 * sizes[0] <= sizes[1] == sizes[2] < sizes[0]
+    _, (whole, again), (cut, from_snapshots) = results
+    for other in (again, cut, from_snapshots):
+        assert_equal(other, whole)
+    assert from_snapshots[0].num_cached_tokens > 0
