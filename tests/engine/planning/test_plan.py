@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.contract import RpcCall
+from penstock.contract import AttentionSpec, RpcCall
 from penstock.device.limits import MemoryLimit
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import (
@@ -33,6 +33,7 @@ from penstock.worker.memory_plan import LIBRARY_BYTES
 from support.checkpoints import FAMILIES as NATIVE_FAMILIES
 from support.checkpoints import (
     MIXTURES,
+    RECURRENT,
     VOCAB_SIZE,
     edit_config,
     save_checkpoint,
@@ -168,7 +169,11 @@ def compare(folder: Path | str, **options: Any) -> None:
     memory, kv_cache = core.memory_plan, core.kv_cache_config
     (bytes_per_token,) = core.collective_rpc(
         RpcCall(
-            lambda worker: sum(spec.page_size_bytes / spec.block_size for spec in worker.get_kv_cache_spec().values())
+            lambda worker: sum(
+                spec.page_size_bytes / spec.block_size
+                for spec in worker.get_kv_cache_spec().values()
+                if isinstance(spec, AttentionSpec)
+            )
         )
     )
     max_model_len = core.max_model_len
@@ -208,8 +213,16 @@ def test_a_plan_of_an_encoder_decoder_is_what_the_engine_uses(tmp_path: Path, fa
     compare(write_encoder_decoder(tmp_path, family), **PLANNED)
 
 
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.one_case_quick
+def test_a_plan_of_recurrent_layers_is_what_the_engine_uses(tmp_path: Path, family: str) -> None:
+    tiny_checkpoint(tmp_path, family)
+    compare(tmp_path, **{**PLANNED, "kv_cache_memory_bytes": 32 << 20})
+
+
 def test_every_native_family_is_compared() -> None:
     compared = {{**NATIVE_FAMILIES, **MIXTURES}[family].architecture for family, _ in FAMILIES}
+    compared |= {family.architecture for family in RECURRENT.values()}
     compared |= {architecture for _, architecture, _ in ENCODER_DECODERS.values()}
     assert compared | {"MiMoForCausalLM", "PhiMoEForCausalLM"} == set(supported_architectures())
 
