@@ -8,15 +8,17 @@ from typing import Any
 
 import gguf
 import torch
+from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from support.gguf_files import write_tokens
+from support.gguf_files import quantised, write_tokens
 
 ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
+    "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
@@ -24,11 +26,12 @@ ARCHITECTURES = {
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
 _DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+_MLP = ("ffn_gate", "ffn_up", "ffn_down")
 _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
-def write_recurrent(model: PreTrainedModel, family: str, path: Path) -> Path:
-    """Write a model in float32."""
+def write_recurrent(model: PreTrainedModel, family: str, path: Path, mlp_kind: Type = Type.F32) -> Path:
+    """Write a model in float32. mlp_kind: type of the MLPs' matrices, whose values the model then has, too."""
     config = model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
     _write_fields(writer, config, family)
@@ -38,7 +41,11 @@ def write_recurrent(model: PreTrainedModel, family: str, path: Path) -> Path:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for stored, part in _stored(name, weight.float(), config, family, names):
-            writer.add_tensor(stored, part.contiguous().numpy())
+            kind = mlp_kind if stored.rpartition(".")[0].endswith(_MLP) else Type.F32
+            blocks = quantised(part.contiguous().numpy(), kind)
+            if kind is not Type.F32:
+                part.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy()))
+            writer.add_tensor(stored, blocks, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -55,6 +62,16 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
         return
     if name.endswith(".experts.down_proj"):
         yield f"blk.{layer}.ffn_down_exps.weight", weight
+        return
+    if name.endswith(".shared_mlp.input_linear.weight"):
+        for kind, half in zip(("gate", "up"), weight.chunk(2), strict=True):
+            yield f"blk.{layer}.ffn_{kind}{_of_shared(config)}.weight", half
+        return
+    if name.endswith(".shared_mlp.output_linear.weight"):
+        yield f"blk.{layer}.ffn_down{_of_shared(config)}.weight", weight
+        return
+    if name.endswith(".router.weight"):
+        yield f"blk.{layer}.ffn_gate_inp.weight", weight
         return
     if family == "falcon_h1":
         weight = _with_multipliers(name, weight, config)
@@ -75,13 +92,18 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
     if name.endswith((".A_log", ".D")):
         weight = weight.unsqueeze(1)
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
-        weight = weight.view(config.mamba_n_groups if family == "falcon_h1" else config.n_groups, -1)
+        weight = weight.view(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
     name = name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
     if family == "nemotron_h":
         name = name.replace("model.", "backbone.")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
     yield stored, weight
+
+
+def _of_shared(config: Any) -> str:
+    """What names of MLPs end with: a model with experts has them beside these."""
+    return "_shexp" if config.num_local_experts else ""
 
 
 def _by_place(name: str, weight: Tensor, config: Any) -> Tensor:
@@ -160,6 +182,23 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         _write_state_space(writer, *heads, config.n_groups, config.ssm_state_size)
         return
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "granitemoehybrid":
+        writer.add_rope_scaling_finetuned(False)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+        _write_state_space(
+            writer, config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state
+        )
+        if not config.num_local_experts:
+            writer.add_feed_forward_length(config.shared_intermediate_size)
+            return
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_shared_feed_forward_length(config.shared_intermediate_size)
+        return
     if family == "falcon_h1":
         writer.add_feed_forward_length(config.intermediate_size)
         heads = config.mamba_n_heads, config.mamba_d_head

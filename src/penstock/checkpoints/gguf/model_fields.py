@@ -197,6 +197,7 @@ def _from_decoder(
 _MODEL_TYPES = {
     "gemma3": "gemma3_text",
     "falcon-h1": "falcon_h1",
+    "granitehybrid": "granitemoehybrid",
     "lfm2moe": "lfm2_moe",
     "qwen2moe": "qwen2_moe",
     "qwen35": "qwen3_5_text",

@@ -68,6 +68,33 @@ def _falcon_h1(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def _granite_hybrid(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite 4. Bamba's files have the same architecture, and rotary embedding."""
+    if metadata.get(".rope.scaling.finetuned", bool, False):
+        raise metadata.unsupported("rope.scaling.finetuned=true, which Bamba has", "false")
+    fields = {
+        **{name: value for name, value in decoder.items() if name != "partial_rotary_factor"},
+        **_state_space(metadata),
+        "mamba_expand": metadata.size(".ssm.inner_size") // decoder["hidden_size"],
+        "layer_types": _kinds(metadata, _STATE_SPACE),
+        "position_embedding_type": None,
+        "embedding_multiplier": metadata.get(".embedding_scale", float, 1.0),
+        "residual_multiplier": metadata.get(".residual_scale", float, 1.0),
+        "attention_multiplier": metadata.get(".attention.scale", float, 1.0),
+        "logits_scaling": metadata.get(".logit_scale", float, 1.0),
+        "shared_intermediate_size": decoder["intermediate_size"],
+        "num_local_experts": 0,
+    }
+    if not metadata.nonzero(".expert_count", int):
+        return fields
+    return {
+        **fields,
+        "num_local_experts": metadata.size(".expert_count"),
+        "num_experts_per_tok": metadata.size(".expert_used_count"),
+        "shared_intermediate_size": metadata.size(".expert_shared_feed_forward_length"),
+    }
+
+
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
     sizes, hidden_size = _state_space(metadata), metadata.size(".embedding_length")
     return {
@@ -139,6 +166,7 @@ def _delta_with_experts(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[
 # Class in Transformers, and function that makes the fields from those of the plain decoder, by architecture.
 RECURRENT: Mapping[str, tuple[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]]] = {
     "falcon-h1": ("FalconH1ForCausalLM", _falcon_h1),
+    "granitehybrid": ("GraniteMoeHybridForCausalLM", _granite_hybrid),
     "lfm2": ("Lfm2ForCausalLM", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2moe),
     "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),

@@ -22,6 +22,7 @@ from penstock.loader.gguf.changes import (
     MinusOne,
     PairsInHalves,
     Transposed,
+    concatenated,
     latent_projection,
 )
 
@@ -185,6 +186,22 @@ _DELTA_BY_KEY_HEAD = {
 _NORMS = r"(?!.*\.ssm_norm).*norm\.weight"
 _RECURRENT = {"lfm2": _LFM2, "lfm2moe": _LFM2, "falcon-h1": _FALCON_H1, "mamba2": _MAMBA2, "nemotron_h": _NEMOTRON_H}
 _LAYERS = {"mamba2": "backbone.layers"}
+# Files have the pairs of queries and keys side by side, as Llama's: in both alike, and nothing rotates them.
+_GRANITE_HYBRID = {
+    **_DECODER,
+    **_state_space("mamba"),
+    # The two halves of one matrix.
+    "ffn_gate": "shared_mlp.input_linear",
+    "ffn_up": "shared_mlp.input_linear",
+    "ffn_down": "shared_mlp.output_linear",
+    "ffn_gate_shexp": "shared_mlp.input_linear",
+    "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.*.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.*.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
+}
 _CONVOLUTION = re.compile(r".*\.(ssm_conv1d|shortconv\.conv)\.weight")
 _VECTOR = re.compile(r".*\.(ssm_a|ssm_d|ssm_norm\.weight)")
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
@@ -279,6 +296,9 @@ def names_of(metadata: Metadata) -> TensorNames:
     if architecture in _RECURRENT:
         changes = {r"blk\.\d+\.ssm_a": LogOfNegative()}
         return TensorNames(_RECURRENT[architecture], layers=_LAYERS.get(architecture, "model.layers"), changes=changes)
+    if architecture == "granitehybrid":
+        of_hybrid: dict[str, Change] = {r"blk\.\d+\.ssm_a": LogOfNegative()}
+        return TensorNames(_GRANITE_HYBRID, changes=of_hybrid, joins={r".*\.input_linear\.weight": concatenated})
     if architecture == "qwen3next":
         join = ByKeyHead(metadata.size(".ssm.group_count"), metadata.size(".ssm.state_size"))
         of_delta: dict[str, Change] = {_NORMS: MinusOne(), r"blk\.\d+\.ssm_a": LogOfNegative()}

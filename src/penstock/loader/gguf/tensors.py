@@ -18,7 +18,7 @@ from penstock.config import LoadConfig
 from penstock.errors import CheckpointError
 from penstock.layers.weights import Part
 from penstock.loader.gguf.blocks import check_layout, map_tensors
-from penstock.loader.gguf.changes import Change
+from penstock.loader.gguf.changes import Change, concatenated
 from penstock.loader.gguf.encoder_names import encoder_names_of
 from penstock.loader.gguf.grids import BlockGrid
 from penstock.loader.gguf.lazy import JoinedTensor, LazyTensor, part_of
@@ -99,9 +99,26 @@ class GgufWeights:
 
         part: in the layout of Transformers. Raises Indivisible if it splits groups.
         """
-        if len(self.places[name]) > 1:
+        places = self.places[name]
+        if len(places) == 1:
+            return self._grid_at(places[0], name, part)
+        names = self.names.of(places[0][0].name)
+        if names.join(name) is not concatenated or (part is not None and part.dim != 0):
             return None
-        ((info, index),) = self.places[name]
+        grids, begin = [], 0
+        for place in sorted(places, key=lambda place: names.order(place[0].name)):
+            size = place[0].shape[0]
+            shares = [Share(0, size, size)] if part is None else _within(part.shares, begin, size)
+            grids += [self._grid_at(place, name, Part(0, (share,))) for share in shares]
+            begin += size
+        found = [grid for grid in grids if grid is not None]
+        if len(found) < len(grids) or len({grid.type for grid in found}) != 1:
+            return None
+        return replace(found[0], grid=join_grids([grid.grid for grid in found], [name] * len(found)))
+
+    def _grid_at(self, place: _Place, name: str, part: Part | None) -> BlockGrid | None:
+        """Grid of one tensor of the file, or of a part of it."""
+        info, index = place
         (stored,) = map_tensors([info])
         stored = stored if index is None else stored.at(index)
         change = self.names.of(stored.info.name).change(stored.info.name)
@@ -135,6 +152,11 @@ class GgufWeights:
         """Iterate over meta tensors of the weights, by name, without reading the files' blocks."""
         for name, tensor in self.iterate():
             yield name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _within(shares: Sequence[Share], begin: int, size: int) -> list[Share]:
+    """Shares of joined rows that are of the tensor with `size` rows from `begin` on, counted in it."""
+    return [Share(share.start - begin, share.size, size) for share in shares if begin <= share.start < begin + size]
 
 
 def _changed(found: BlockGrid | None, change: Change) -> BlockGrid | None:
