@@ -16,8 +16,8 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
-_GPT_OSS = "gpt_oss"
+_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2": "lfm2"}
+_GPT_OSS, _LFM2 = "gpt_oss", "lfm2"
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -36,9 +36,25 @@ _LAYER_NAMES = {
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "operator_norm": "attn_norm",
+    "ffn_norm": "ffn_norm",
+    "feed_forward.w1": "ffn_gate",
+    "feed_forward.w2": "ffn_down",
+    "feed_forward.w3": "ffn_up",
+    "conv.in_proj": "shortconv.in_proj",
+    "conv.conv": "shortconv.conv",
+    "conv.out_proj": "shortconv.out_proj",
+    "self_attn.out_proj": "attn_output",
+    "self_attn.q_layernorm": "attn_q_norm",
+    "self_attn.k_layernorm": "attn_k_norm",
 }
 _OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(.*)")
-_OTHER_NAMES = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+_OTHER_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "lm_head": "output",
+}
 _QUANTIZATIONS = {
     "f32": gguf.GGMLQuantizationType.F32,
     "bf16": gguf.GGMLQuantizationType.BF16,
@@ -101,7 +117,12 @@ def _write_fields(writer: gguf.GGUFWriter, config: dict[str, Any], precision: st
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
+    num_kv_heads = config["num_key_value_heads"]
+    if config["model_type"] == _LFM2:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+        writer.add_head_count_kv([num_kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+    else:
+        writer.add_head_count_kv(num_kv_heads)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
@@ -131,7 +152,11 @@ def _write_tensor(
         elif "k_proj" in name:
             values = _pair_neighbours(values, config["num_key_value_heads"])
     gguf_name = _gguf_name(name, config)
-    is_exact = values.ndim == 1 or gguf_name.endswith(".bias") or "ffn_gate_inp" in gguf_name
+    if values.ndim == 3 and "shortconv" in gguf_name:
+        values = values.squeeze(1)
+    is_exact = (
+        values.ndim == 1 or "shortconv.conv" in gguf_name or gguf_name.endswith(".bias") or "ffn_gate_inp" in gguf_name
+    )
     kind = _QUANTIZATIONS["f32" if is_exact else precision]
     data = values if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(values, kind)
     writer.add_tensor(gguf_name, data, raw_dtype=kind)
