@@ -1,4 +1,4 @@
-"""A Llama some of whose layers mix tokens by a gated delta rule instead of attention.
+"""A Llama some of whose layers mix tokens by a state-space recurrence instead of attention.
 
 Suffixes: T tokens, D hidden size, X columns of projections.
 """
@@ -34,7 +34,7 @@ ARCHITECTURES = {"MixerFirstForCausalLM": (0,), "MixerLastForCausalLM": (1,), "M
 
 
 class Mixer(RecurrentMixer):
-    """Values are the projection to queries, keys and queries those to keys and values; gates are some columns of it."""
+    """Values, steps and gates are the projection to queries; keys and queries are those to keys and values."""
 
     def __init__(self, config: DecoderConfig, index: int, parallel: ParallelState) -> None:
         super().__init__()
@@ -64,7 +64,8 @@ class Mixer(RecurrentMixer):
             keys=columns[0],
             queries=columns[0] + columns[1],
             steps=0,
-            betas=columns[0] - heads,
+            step_size="value",
+            scales_values=True,
             has_unit_keys=True,
             query_scale=size**-0.5,
         )
