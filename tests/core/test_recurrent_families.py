@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from core.plugins import assert_equal
 from penstock.contract import RecurrentStateSpec, RpcCall, SamplingParams, StructuredOutputsParams
@@ -194,6 +195,22 @@ def test_quantised_weights_give_the_same_bits_in_any_chunks(model: Model, quanti
     core = make_core(model.folder, **OPTIONS, quantization=quantization, max_num_batched_tokens=7)
     for _ in range(2):
         assert_equal(run(core, prompts, PARAMS), expected)
+    core.close()
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.one_case_quick
+def test_bfloat16_checkpoints_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    oracle = tiny_model(family)
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    save_checkpoint(oracle, tmp_path, dtype=torch.bfloat16)
+    exact = {"dtype": "auto", "cpu_arithmetic": "float32", "kv_cache_dtype": "float32"}
+    core = make_core(tmp_path, **{**OPTIONS, **exact})
+    for prompt, result in zip(PROMPTS[1:4], run(core, PROMPTS[1:4], PARAMS), strict=True):
+        assert result.error is None, result.error
+        assert_greedy_continuation(oracle, prompt, result)
     core.close()
 
 
