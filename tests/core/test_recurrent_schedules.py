@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,12 +12,15 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from core.plugins import assert_equal, running_sum, write_checkpoint
+from penstock.config import EngineConfig
 from penstock.contract import KVCacheConfig, KVCacheSpec, RecurrentStateSpec
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.messages import EngineRequest
+from penstock.engine.processes.core_group import CoreGroup
 from penstock.scheduler.kv_cache_plan import group_layers, make_kv_cache_config
 from support.checkpoints import RECURRENT, VOCAB_SIZE, tiny_checkpoint
 from support.disturbed_workers import FailingWorker
-from support.engines import Result, add, greedy, make_core, random_prompts, run
+from support.engines import SMALL, Result, add, greedy, make_core, random_prompts, run
 
 BASE = random_prompts((30,), VOCAB_SIZE, seed=5)[0]
 # Prompts that part from another one early, late, at borders of blocks, or not at all; some repeat themselves.
@@ -168,3 +173,27 @@ def test_states_in_bfloat16_are_smaller_and_have_one_value_each(tmp_path: Path, 
     for other in (again, cut, from_snapshots):
         assert_equal(other, whole)
     assert from_snapshots[0].num_cached_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, NGRAM], ids=str)
+def test_requests_go_on_from_computed_states_when_their_core_is_killed(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny_checkpoint(tmp_path, "lfm2")
+    alone = _results_alone(tmp_path)
+    options = {**SMALL, **OPTIONS, **options}
+    core = CoreGroup(EngineConfig.create(str(tmp_path), **options), EngineCore)
+    try:
+        for is_killed in (True, False):
+            results = {f"{number}": Result() for number in range(len(PROMPTS))}
+            for number, prompt in enumerate(PROMPTS):
+                core.add_request(EngineRequest(req_id=f"{number}", prompt_token_ids=prompt, sampling_params=PARAMS))
+            while core.has_unfinished_requests():
+                for output in core.step():
+                    results[output.req_id].take(output)
+                if is_killed and sum(len(result.tokens) for result in results.values()) > 40:
+                    os.kill(core.process_ids[0], signal.SIGKILL)
+                    is_killed = False
+            assert_equal(list(results.values()), alone)
+        assert any(result.num_cached_tokens > 0 for result in results.values())
+    finally:
+        core.close()

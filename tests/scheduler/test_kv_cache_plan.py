@@ -195,6 +195,12 @@ def test_snapshots_are_what_the_states_of_running_requests_leave() -> None:
     assert num_snapshots(config, max_num_seqs=500) == {0: 0}
 
 
+def test_as_many_requests_run_at_once_as_have_states_of_their_own() -> None:
+    state = RecurrentStateSpec(state_bytes=1 << 20, block_size=16, max_drafts=3)
+    config = plan_kv_cache({"s": state}, 41 << 20, max_model_len=100, max_num_batched_tokens=32, max_num_seqs=5)
+    assert max_concurrency(config, max_model_len=100, max_num_batched_tokens=32) == 40 / 4
+
+
 def test_a_model_of_states_alone_fills_the_memory_with_them() -> None:
     only = plan_kv_cache({"state": state_spec(16)}, 6400, max_model_len=100, max_num_batched_tokens=32, max_num_seqs=2)
     assert [pool.num_blocks for pool in only.pools] == [100]

@@ -148,13 +148,15 @@ def longest_request(
 
 def max_concurrency(config: KVCacheConfig, *, max_model_len: int, max_num_batched_tokens: int) -> float:
     """Return how many requests of `max_model_len` tokens fit at once; infinity without any KV cache."""
-    return min(
-        (
-            (pool.num_blocks - 1) / blocks_per_request(config.groups, index, max_model_len, max_num_batched_tokens)
-            for index, pool in enumerate(config.pools)
-        ),
-        default=math.inf,
-    )
+
+    def held(pool: int) -> int:
+        if pool in snapshots:
+            # They make room for the states of requests.
+            return _num_own_blocks(config.groups, pool)
+        return blocks_per_request(config.groups, pool, max_model_len, max_num_batched_tokens)
+
+    snapshots = num_snapshots(config, 0)
+    return min(((pool.num_blocks - 1) / held(index) for index, pool in enumerate(config.pools)), default=math.inf)
 
 
 def named_pools(config: KVCacheConfig) -> list[tuple[KVCachePool, str]]:
