@@ -12,6 +12,7 @@ import torch
 from core.plugins import assert_equal
 from penstock.contract import RecurrentStateSpec, RpcCall, SamplingParams, StructuredOutputsParams
 from penstock.engine.core.engine_core import EngineCore
+from penstock.engine.planning.plan import plan_engine
 from penstock.kernels.native import NATIVE
 from penstock.scheduler.kv_cache_plan import make_kv_cache_config
 from support import constraints
@@ -212,6 +213,30 @@ def test_bfloat16_checkpoints_are_those_of_transformers(family: str, tmp_path: P
         assert result.error is None, result.error
         assert_greedy_continuation(oracle, prompt, result)
     core.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"attention_backend": "reference"}, {"kv_cache_dtype": "int8"}, {"block_size": 1}, {"max_model_len": 100_000}],
+    ids=str,
+)
+@pytest.mark.one_case_quick
+def test_a_model_without_attention_is_planned_and_served(tmp_path: Path, options: dict[str, Any]) -> None:
+    tiny_checkpoint(tmp_path, "mamba2")
+    planned = plan_engine(tmp_path, device="cpu")
+    assert planned.max_model_len == 2048
+    assert planned.concurrency > 1
+    assert all(isinstance(group.spec, RecurrentStateSpec) for group in planned.kv_cache.groups)
+    results = []
+    for more in ({}, options):
+        core = make_core(tmp_path, **{**OPTIONS, **more})
+        results.append(run(core, PROMPTS[1:2], PARAMS))
+        found = run(core, PROMPTS[1:2], PARAMS)
+        assert found[0].num_cached_tokens >= 36
+        assert core.scheduler.stats.num_used_blocks == 0
+        assert_equal(found, results[-1])
+        core.close()
+    assert_equal(results[1], results[0])
 
 
 @pytest.mark.skipif(NATIVE is None, reason="programs are made of the C++ kernels")
