@@ -11,6 +11,7 @@ from core.plugins import CIRCUMSTANCES, assert_equal, install_plugin, mixer
 from penstock.contract import RpcCall
 from support.checkpoints import VOCAB_SIZE
 from support.engines import greedy, make_core, random_prompts, run
+from support.padded_attention import PaddedBackend, use_graphs
 
 PROMPTS = random_prompts((5, 37, 1, 30, 13, 22), VOCAB_SIZE, seed=3)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "block_size": 4, "max_model_len": 64, "kv_cache_memory_bytes": 8 << 20}
@@ -51,6 +52,21 @@ def test_a_program_with_recurrent_layers_is_one_segment(folder: Path) -> None:
 
     assert core.collective_rpc(RpcCall(segments)) == [{1}]
     core.close()
+
+
+@pytest.mark.parametrize("mode", ["piecewise", "full_decode_only"])
+@pytest.mark.one_path(reason="runs engines with and without fast paths itself")
+def test_graphs_of_steps_use_the_states_of_each_step(folder: Path, monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    device = use_graphs(monkeypatch)
+    options = {**OPTIONS, "attention_backend": PaddedBackend.name, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    results = []
+    for more in ({"cudagraph_mode": mode}, {"fast_paths": "off"}):
+        core = make_core(folder, **options, **more)
+        results.append([result.tokens for result in run(core, PROMPTS[:4], greedy(8))])
+        core.close()
+    assert device.refusals == []
+    assert device.num_replays > device.num_captures > 0
+    assert results[0] == results[1]
 
 
 @pytest.mark.slow

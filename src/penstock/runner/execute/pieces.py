@@ -1,4 +1,4 @@
-"""Forward passes as CUDA graphs in pieces: attention runs between them, with each step's own metadata.
+"""Forward passes as CUDA graphs in pieces: attention and opaque operations run between them, with each step's metadata.
 
 A piece depends on the number of tokens alone, so that steps that mix prefills and decodes are replays too. Queries,
 keys and values are copied to buffers that all layers and sizes share, and so is attention's output.
@@ -52,21 +52,21 @@ class Pieces:
         self.between: Between | None = None
         self.step: ForwardContext | None = None
 
-    def attend(self, attention: Callable[[ForwardContext], Tensor], output: Tensor) -> Tensor:
-        """End a piece; attention with the context of the step fills the output before the next piece."""
-        assert self.between is not None, "attention outside of a capture"
+    def run(self, operation: Callable[[ForwardContext], Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+        """End a piece; an operation with the context of the step fills the outputs before the next piece."""
+        assert self.between is not None, "an operation outside of a capture"
 
         def call() -> None:
             assert self.step is not None, "a replay has a step"
-            output.copy_(attention(self.step))
+            for output, result in zip(outputs, operation(self.step), strict=True):
+                output.copy_(result)
 
         self.between(call)
-        return output
 
 
 @dataclass(frozen=True, slots=True)
 class PieceContext(ForwardContext):
-    """Forward context of a capture in pieces, whose attention is left out of the graphs."""
+    """Forward context of a capture in pieces, whose attention and opaque operations are left out of the graphs."""
 
     pieces: Pieces = field(kw_only=True)
 
@@ -89,7 +89,24 @@ class PieceContext(ForwardContext):
         else:
             kept = Heads(keep("query", rows.query_THD), keep("key", rows.key_TKD), keep("value", rows.value_TKD))
             output = room("output", rows.query_THD, *rows.query_THD.shape[:2], layer.value_size)
-        return self.pieces.attend(lambda context: context.attend(layer, kept), output)
+        self.pieces.run(lambda context: [context.attend(layer, kept)], [output])
+        return output
+
+    def call_opaque(
+        self,
+        call: Callable[..., Sequence[Tensor]],
+        rows: Sequence[Tensor],
+        widths: Sequence[int],
+        by_library: Callable[..., Sequence[Tensor] | None] | None,
+    ) -> Sequence[Tensor]:
+        """Leave a declared opaque operation, such as that of a recurrent layer, out of the graphs."""
+        keep, room = self.pieces.buffers.keep, self.pieces.buffers.room
+        kept = [keep(f"rows {index}", one) for index, one in enumerate(rows)]
+        num_tokens = len(rows[0])
+        outputs = [room(f"results {index}", rows[0], num_tokens, width) for index, width in enumerate(widths)]
+        self.pieces.run(lambda context: call(context, *kept), outputs)
+        # Later operations have the same buffers, while a layer may still read these results.
+        return [output.clone() for output in outputs]
 
 
 def addresses(tensors: Sequence[Tensor]) -> tuple[int, ...]:
