@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, cast, get_args
 
 from penstock.config.checks import check_choice, check_flag, check_integer, size_in_bytes
 from penstock.config.flags import listed
@@ -45,7 +45,7 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = True
     kv_cache_dtype: str = field(default="auto", metadata=listed(", ".join(KV_CACHE_DTYPES)))
-    mamba_cache_mode: Snapshots = "align"
+    mamba_cache_mode: str = "align"
     mamba_block_size: int | None = None
     mamba_cache_dtype: str = "auto"
     mamba_ssm_cache_dtype: str = "auto"
@@ -77,7 +77,7 @@ class CacheConfig:
     @property
     def snapshots(self) -> Snapshots:
         """Mode of the snapshots of recurrent states: without prefix caching there are none."""
-        return self.mamba_cache_mode if self.enable_prefix_caching else "none"
+        return cast(Snapshots, self.mamba_cache_mode) if self.enable_prefix_caching else "none"
 
     @property
     def state_dtypes(self) -> tuple[str, str]:
