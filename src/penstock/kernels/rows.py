@@ -1,4 +1,4 @@
-"""Sums and concatenations of hidden states. Suffixes: T tokens, D hidden size."""
+"""Sums, concatenations and columns of hidden states. Suffixes: T tokens, D hidden size."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ def concatenate_rows(first_TD: Tensor, second_TD: Tensor) -> Tensor:
     if NATIVE is not None and NATIVE.runs(first_TD) and _are_contiguous(first_TD, second_TD):
         return NATIVE.concatenate_rows(first_TD, second_TD)
     return torch.cat((first_TD, second_TD), dim=-1)
+
+
+def columns(x_TD: Tensor, offset: int, width: int) -> Tensor:
+    """Copy columns from `offset` on: contiguous, [T, width]."""
+    if NATIVE is not None and NATIVE.runs(x_TD) and _are_contiguous(x_TD):
+        return NATIVE.columns(x_TD, offset, width)
+    return x_TD[:, offset : offset + width].contiguous()
 
 
 def _are_contiguous(*rows: Tensor) -> bool:

@@ -17,6 +17,7 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.recurrence import gated_norm
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.rows import columns
 from penstock.layers.experts import MoE, Routing
 from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm
 from penstock.layers.recurrence.gated_delta import (
@@ -69,25 +70,17 @@ class GatedSelfAttention(SelfAttention):
         super().__init__(config, layer, parallel, qkv_bias=bias, output_bias=bias, query_key_norm=norm, has_gate=True)
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
-        of_all = context.of_all_tokens()
-        rows_TX = self.qkv_proj(context.whole(hidden_TD), of_all)
-        gate_TX, qkv_TX = of_all.opaque(self._split, rows_TX, widths=self._widths)
+        rows_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
+        layer = self.attn.layer
+        gate = layer.num_heads * layer.head_size
+        qkv_TX = columns(rows_TX, gate, gate + 2 * layer.num_kv_heads * layer.head_size)
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
-        gate_TX = output_rows(gate_TX, context)
+        # The gate is before the queries.
+        gate_TX = output_rows(rows_TX, context)
         gated_TX = gated_norm(
             mixed_TX, gate_TX, None, 0.0, offset=0, group_size=1, gates_first=False, activation="sigmoid"
         )
         return self.o_proj(gated_TX, context)  # type: ignore[no-any-return]
-
-    @property
-    def _widths(self) -> list[int]:
-        """Features of the gate, and of queries, keys and values."""
-        layer = self.attn.layer
-        gate = layer.num_heads * layer.head_size
-        return [gate, gate + 2 * layer.num_kv_heads * layer.head_size]
-
-    def _split(self, _: ForwardContext, rows_TX: Tensor) -> list[Tensor]:
-        return [part.contiguous() for part in rows_TX.split_with_sizes(self._widths, 1)]
 
 
 def delta_weights(**projections: str) -> WeightTable:

@@ -7,6 +7,7 @@ kernels run instead. Suffixes are those of the modules that call these functions
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from importlib import import_module
 from typing import Any
 
@@ -238,6 +239,14 @@ class NativeKernels:
     def concatenate_rows(self, first_TD: Tensor, second_TD: Tensor) -> Tensor:
         """Concatenate along the last dimension: [T, D of the first + D of the second]. Both are contiguous."""
         return self._concatenate.rows(first_TD, row_width(first_TD) + row_width(second_TD), second=second_TD)
+
+    def columns(self, x_TX: Tensor, offset: int, width: int) -> Tensor:
+        """Copy columns from `offset` on: [T, width]."""
+        return self._columns.rows(x_TX, width, offset, width)
+
+    @cached_property
+    def _columns(self) -> NativeOperation:
+        return self.operation("columns")
 
     def head_products(self, x_TX: Tensor, packed: Tensor, num_heads: int, num_outputs: int) -> Tensor:
         """Product of each head, [T, H * I], with its weight: [T, H * O]."""

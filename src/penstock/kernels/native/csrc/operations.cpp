@@ -37,6 +37,10 @@ struct QuantizedLinearArguments {
   QuantizedLinearArgs product;
 };
 
+struct ColumnsArguments {
+  int64_t offset, width;
+};
+
 struct ScaleArguments {
   float factor;
 };
@@ -171,6 +175,14 @@ Result sum(const Operation&, const Call& call) {
     return kDone;
   }
   for (int64_t i = 0; i < size; ++i) call.out.at[i] = x[i] + second[i];
+  return kDone;
+}
+
+Result columns(const Operation& operation, const Call& call) {
+  const auto arguments = operation.get<ColumnsArguments>();
+  for (int64_t i = 0; i < call.num_rows; ++i)
+    std::memcpy(call.out.at + i * call.out.stride, call.x.at + i * call.x.stride + arguments.offset,
+                arguments.width * sizeof(float));
   return kDone;
 }
 
@@ -462,6 +474,9 @@ const OperationType kTypes[] = {
      num_known_rows<QuantizedRowsArguments>},
     {"scale", kRows, kChange, kNone, kNone, kNoInput, false, scale, {FIELD(ScaleArguments, factor)}, nullptr},
     {"sum", kRows, kRead, kReadAny, kMake, kNoInput, false, sum, {}, nullptr},
+    {"columns", kRows, kRead, kNone, kMake, kNoInput, false, columns,
+     {FIELD(ColumnsArguments, offset), FIELD(ColumnsArguments, width)},
+     nullptr},
     {"concatenate", kRows, kRead, kRead, kMake, kNoInput, false, concatenate, {}, nullptr},
     {"greedy", kRows, kRead, kNone, kMakeAny, kNoInput, true, greedy,
      {PACKED(LinearArgs, weight), FIELD(LinearArgs, in_features), FIELD(LinearArgs, out_features),
