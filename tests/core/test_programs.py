@@ -99,9 +99,11 @@ def test_experts_are_part_of_a_program(
 
 
 # Segments of a program: an output gate ends one.
-@pytest.mark.parametrize(("family", "num_segments"), [("qwen3_5", 2), ("kimi_linear", 1), ("minimax", 1)])
+@pytest.mark.parametrize(
+    ("family", "num_segments"), [("qwen3_5", 2), ("kimi_linear", 1), ("minimax", 1), ("falcon_mamba", 1)]
+)
 @pytest.mark.one_case_quick
-def test_delta_rules_and_lightning_attention_are_part_of_a_program(
+def test_recurrences_are_part_of_a_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, num_segments: int
 ) -> None:
     tiny_checkpoint(tmp_path, family)

@@ -34,6 +34,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba-bias": ("bamba", {"attn_layer_indices": [0, 2], "mlp_bias": True, "attention_bias": True}),
     "mamba2-tied-bias": ("mamba2", {"tie_word_embeddings": True, "use_bias": True, "use_conv_bias": False}),
+    "mamba-bias-untied": (
+        "mamba",
+        {"tie_word_embeddings": False, "use_bias": True, "use_conv_bias": False, "time_step_rank": "auto"},
+    ),
+    "falcon_mamba-eps": (
+        "falcon_mamba",
+        {"mixer_rms_eps": 0.1, "conv_kernel": 2, "intermediate_size": 48, "state_size": 16},
+    ),
+    "jamba-dense-attention-last": (
+        "jamba",
+        {"num_experts": 1, "attn_layer_period": 2, "mamba_proj_bias": True, "mamba_dt_rank": 7},
+    ),
     "nemotron-bias": ("nemotron_h", {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
     "lfm2-attention-last": ("lfm2", {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 2}),
     "kimi_linear-attention-last": (

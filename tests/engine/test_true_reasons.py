@@ -24,10 +24,10 @@ ENCODER = "it is an encoder-decoder model that is not implemented here"
 OWN_ATTENTION = "its attention does not go through the attention interface of Transformers"
 
 REASONS = {
-    "MambaForCausalLM": STATE,
+    "ZambaForCausalLM": STATE,
     "RecurrentGemmaForCausalLM": STATE,
     "RwkvForCausalLM": STATE,
-    "JambaForCausalLM": STATE,
+    "xLSTMForCausalLM": STATE,
     "BigBirdPegasusForConditionalGeneration": ENCODER,
     "ViTForImageClassification": "it takes images in a way that is not implemented",
     "BigBirdForCausalLM": OWN_ATTENTION,

@@ -38,6 +38,10 @@ WITHOUT_EFFECT = {
     "summary_use_proj",
     "use_cache",
 }
+_INITIAL_OF_MAMBA = {
+    *["rescale_prenorm_residual", "residual_in_fp32", "time_step_floor", "time_step_init_scheme"],
+    *["time_step_max", "time_step_min", "time_step_scale", "use_associative_scan", "use_mambapy"],
+}
 # Transformers upcasts GPT-2's scores only if asked, here they always are; it writes Gemma 3's pattern beside the
 # `layer_types` that follow from it; and Qwen has windows only where `use_sliding_window` says so.
 # Of recurrent families: chunks of Transformers' scans, sums of other fields, and initial values.
@@ -48,6 +52,9 @@ WITHOUT_EFFECT_IN = {
     "qwen3": {"sliding_window"},
     "bamba": {"z_loss_coefficient"},
     "falcon_h1": {"mamba_expand"},
+    "mamba": _INITIAL_OF_MAMBA,
+    "falcon_mamba": _INITIAL_OF_MAMBA,
+    "jamba": {"use_mamba_kernels", "use_mambapy", "use_associative_scan"},
     "mamba2": {"residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
     # Transformers gives attention neither a bias nor a window; the others are of experts, which are refused.
     "nemotron_h": {

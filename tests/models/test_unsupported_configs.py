@@ -46,6 +46,10 @@ def test_the_unchanged_configuration_is_accepted(family: str) -> None:
         ("granitemoehybrid", {"hidden_act": "gelu"}, UnsupportedFeature, ["hidden_act", "gelu"]),
         ("bamba", {"attn_layer_indices": [7]}, UnsupportedFeature, ["attn_layer_indices", "7"]),
         ("falcon_h1", {"ssm_multipliers": [1.0]}, ModelError, ["ssm_multipliers", "5 numbers"]),
+        ("mamba", {"hidden_act": "gelu"}, UnsupportedFeature, ["hidden_act", "gelu"]),
+        ("mamba", {"time_step_rank": "none"}, ModelError, ["time_step_rank", "none"]),
+        ("jamba", {"hidden_act": "gelu"}, UnsupportedFeature, ["hidden_act", "gelu"]),
+        ("jamba", {"attn_layer_offset": 3}, UnsupportedFeature, ["attn_layer_offset", "3", "attn_layer_period=3"]),
         ("mamba2", {"head_dim": 8}, ModelError, ["6 heads of 8"]),
         ("nemotron_h", {"layers_block_type": ["moe"]}, UnsupportedFeature, ["layers_block_type", "moe"]),
         (

@@ -262,6 +262,16 @@ _TINY_GRANITE_HYBRID = {
     "shared_intermediate_size": 80,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
 }
+_TINY_SELECTIVE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "num_hidden_layers": 3,
+    "state_size": 12,
+    "time_step_rank": 5,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 _TINY_DELTA = {
     **_TINY,
     "num_hidden_layers": 4,
@@ -341,6 +351,28 @@ RECURRENT = {
             "state_size": 12,
             "bos_token_id": 1,
             "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    ),
+    "mamba": Family("MambaConfig", "MambaForCausalLM", _TINY_SELECTIVE),
+    "falcon_mamba": Family(
+        "FalconMambaConfig",
+        "FalconMambaForCausalLM",
+        # Another size than `expand` says, as published.
+        {**_TINY_SELECTIVE, "tie_word_embeddings": False, "intermediate_size": 76},
+    ),
+    "jamba": Family(
+        "JambaConfig",
+        "JambaForCausalLM",
+        {
+            **_TINY,
+            "num_hidden_layers": 4,
+            "intermediate_size": 48,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 12,
             "pad_token_id": 0,
         },
     ),

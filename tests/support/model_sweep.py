@@ -60,6 +60,7 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_parameters": _PLAIN_ROPE},
     "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {**_STATE_SPACE, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {**_LATENT, **_KINDS, "q_lora_rank": None, "linear_num_heads": 4, "linear_head_dim": 12},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},

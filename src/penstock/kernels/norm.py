@@ -37,6 +37,13 @@ def leading_rms_norm(rows_TX: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return rms_norm(rows_TX[:, : weight_D.shape[0]], weight_D, eps)
 
 
+def grouped_rms_norm(x_TX: Tensor, weight_GD: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of adjacent groups of features, with a weight for each: [T, G * D]."""
+    if NATIVE is not None and NATIVE.runs(x_TX) and weight_GD.dtype is torch.float32 and x_TX.is_contiguous():
+        return NATIVE.grouped_rms_norm(x_TX, weight_GD, eps)
+    return rms_norm(x_TX.unflatten(1, weight_GD.shape), weight_GD, eps).flatten(1)
+
+
 def rms_norm_reference(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     """The specification of `rms_norm`."""
     wide_TD = x_TD.to(torch.float32)

@@ -22,6 +22,13 @@ from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
 _EMBEDDING = "backbone.embeddings"
+# Weights besides those of the mixers.
+BACKBONE_WEIGHTS: WeightTable = {
+    _EMBEDDING: Into("model.embed_tokens"),
+    "backbone.layers.*.norm": Into("model.layers.*.norm"),
+    "backbone.norm_f": Into("model.norm"),
+    "lm_head": Into("lm_head"),
+}
 
 
 class MixerLayer(nn.Module):
@@ -40,28 +47,8 @@ class MixerLayer(nn.Module):
         return hidden_TD, context.narrowed(residual_TD)
 
 
-class Mamba2ForCausalLM(DecoderForCausalLM):
-    """State-space layers alone. The residual stream has the dtype of the model, whatever `residual_in_fp32` says."""
-
-    weight_table: ClassVar[WeightTable] = {
-        _EMBEDDING: Into("model.embed_tokens"),
-        "backbone.layers.*.norm": Into("model.layers.*.norm"),
-        **state_space_weights("backbone.layers.*.mixer", "model.layers.*.mixer"),
-        "backbone.norm_f": Into("model.norm"),
-        "lm_head": Into("lm_head"),
-    }
-
-    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
-        fields = ConfigFields(model_config)
-        config = _read_config(fields)
-        sizes = _read_sizes(fields, config)
-
-        def layer(index: int) -> MixerLayer:
-            name = f"model.layers.{index}.mixer"
-            mixer = StateSpaceMixer(config.hidden_size, sizes, name=name, parallel=parallel)
-            return MixerLayer(RMSNorm(config.hidden_size, config.norm_eps), mixer)
-
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+class BackboneForCausalLM(DecoderForCausalLM):
+    """Mamba layers alone. The residual stream has the dtype of the model, whatever `residual_in_fp32` says."""
 
     def checkpoint_name(self, name: str) -> str:
         """The first checkpoints have another name of the embedding."""
@@ -71,14 +58,36 @@ class Mamba2ForCausalLM(DecoderForCausalLM):
         return {"lm_head.weight": f"{_EMBEDDING}.weight"} if self.config.tie_word_embeddings else {}
 
 
-def _read_config(fields: ConfigFields) -> DecoderConfig:
+class Mamba2ForCausalLM(BackboneForCausalLM):
+    """State-space layers of Mamba 2."""
+
+    weight_table: ClassVar[WeightTable] = {
+        **BACKBONE_WEIGHTS,
+        **state_space_weights("backbone.layers.*.mixer", "model.layers.*.mixer"),
+    }
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
+        fields = ConfigFields(model_config)
+        config = read_backbone_config(fields, tied_by_default=False)
+        sizes = _read_sizes(fields, config)
+
+        def layer(index: int) -> MixerLayer:
+            name = f"model.layers.{index}.mixer"
+            mixer = StateSpaceMixer(config.hidden_size, sizes, name=name, parallel=parallel)
+            return MixerLayer(RMSNorm(config.hidden_size, config.norm_eps), mixer)
+
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer))
+
+
+def read_backbone_config(fields: ConfigFields, *, tied_by_default: bool) -> DecoderConfig:
+    """Configuration of a model without attention and MLPs. tied_by_default: for an absent `tie_word_embeddings`."""
     fields.refuse_unsupported()
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         num_layers=fields.integer("num_hidden_layers"),
         norm_eps=fields.number("layer_norm_epsilon", default=1e-5),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=tied_by_default),
         activation=fields.choice("hidden_act", ("silu", "swish"), "silu"),
         rope=None,
         intermediate_size=0,

@@ -210,6 +210,11 @@ class NativeKernels:
         width = num_heads * size
         return self._rms_norm.rows(x, width, weight, num_heads, weight_stride, size, eps, second=residual).view(x.shape)
 
+    def grouped_rms_norm(self, x_TX: Tensor, weight_GD: Tensor, eps: float) -> Tensor:
+        """`kernels.norm.grouped_rms_norm` for contiguous rows."""
+        num_groups, size = weight_GD.shape
+        return self._rms_norm.rows(x_TX, num_groups * size, weight_GD, num_groups, size, size, eps, second=None)
+
     def gate_and_mul(self, activation: str, gate_up_TI: Tensor) -> Tensor:
         """activation(gate) * up for a contiguous [T, 2 * I]. activation: a name in `ACTIVATIONS`."""
         size = row_width(gate_up_TI) // 2
