@@ -104,6 +104,12 @@ def test_redirects_are_followed_up_to_their_limit() -> None:
         download(f"http://127.0.0.1:{port}/0", limits=limits, is_allowed=lambda _: True)
 
 
+@pytest.mark.parametrize("url", ["http://x:99999/", "http://[bad/", "http://exa mple/", "http://a\r\nHost: b/"])
+def test_what_is_no_url_is_refused_as_such(url: str) -> None:
+    with pytest.raises(InvalidMedia, match="is not a valid URL"):
+        download(url)
+
+
 @pytest.mark.parametrize("domains", [[], ["other.example"], ["example"], ["www.example"]])
 def test_a_server_outside_of_the_allowed_ones_is_not_asked(domains: list[str]) -> None:
     with pytest.raises(InvalidMedia, match="allowed_media_domains"):

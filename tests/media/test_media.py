@@ -136,6 +136,12 @@ def test_an_image_with_too_many_pixels_or_too_thin_is_refused_before_it_is_decod
         load("image", png_header(*size))
 
 
+def test_more_pixels_than_pil_opens_are_refused_by_its_limit() -> None:
+    most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+    with pytest.raises(InvalidMedia, match=f"more pixels than PIL opens. Allowed: up to {most:,} in all"):
+        load("image", png_header(20_000, 20_000), {"image": {"max_pixels": 1 << 40}})
+
+
 def test_limits_of_images_may_be_changed() -> None:
     thin = Image.new("RGB", (300, 1))
     assert load("image", thin, {"image": {"max_aspect_ratio": 300}}).value.size == (300, 1)

@@ -177,6 +177,9 @@ def test_options_of_a_request_change_the_number_of_pixels(tmp_path: Path) -> Non
         ({"return_tensors": "np"}, "mm_processor_kwargs has 'return_tensors'"),
         ({"images_kwargs": {"fps": 2}}, "images_kwargs of mm_processor_kwargs has 'fps'"),
         ({"images_kwargs": 3}, "images_kwargs=3 of mm_processor_kwargs is not valid. Allowed: a dictionary"),
+        ({"patch_size": 3}, "patch_size=3 of mm_processor_kwargs does not fit the encoder's weights. Allowed: 4"),
+        ({"images_kwargs": {"merge_size": 0}}, "merge_size=0 of .* Allowed: 2"),
+        ({"temporal_patch_size": "a"}, "temporal_patch_size='a' of .* Allowed: 2"),
         ({"max_pixels": "many"}, "processor does not take the image: .*max_pixels"),
     ],
 )

@@ -180,4 +180,6 @@ def _reason(error: Exception) -> str:
         return "the name of its server was not found"
     if isinstance(error, ConnectionRefusedError):
         return "its server does not answer"
+    if isinstance(error, (http.client.InvalidURL, ValueError)):
+        return "it, or what it leads to, is not a valid URL"
     return type(error).__name__

@@ -42,6 +42,9 @@ def read_image(given: Any, options: ImageOptions) -> Image.Image:
         return _upright_rgb(image, options)
     except InvalidMedia:
         raise
+    except library.DecompressionBombError:
+        most = min(options.max_pixels, 2 * library.MAX_IMAGE_PIXELS)
+        raise InvalidMedia(f"It has more pixels than PIL opens. Allowed: up to {most:,} in all.") from None
     except library.UnidentifiedImageError:
         raise InvalidMedia(f"It is not an image that can be read. Allowed: {', '.join(formats)}.") from None
     except Exception as error:  # decoders raise many kinds for damaged files

@@ -116,7 +116,7 @@ class SourcePrompts:
         if not media or not media.get(AUDIO):
             raise InvalidRequest(
                 f"The encoder of {shown_model(self._model.model)} takes one sound. Give {DATA}={{{AUDIO!r}: "
-                "(samples, rate)}}."
+                "(samples, rate)}."
             )
         (sound,) = media[AUDIO]
         samples = resampled(sound.value, sound.rate or spectrograms.rate, spectrograms.rate)

@@ -34,6 +34,8 @@ _FIXED = frozenset(
 )
 # Limits of an image's pixels, and their names in its size.
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+# Options that give the patches the form that the encoder's weights take.
+_OF_WEIGHTS = ("patch_size", "merge_size", "temporal_patch_size")
 # Options that make several tiles of an image beside the one of the whole.
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 
@@ -62,9 +64,16 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any], detail: 
             raise InvalidRequest(f"{name}={shown(value)} of mm_processor_kwargs is not valid. Allowed: a dictionary.")
     free = {name: value for name, value in given.items() if name not in groups}
     taken = {**free, **given.get(f"{ARGUMENTS[modality]}_kwargs", {})}
+    reader = reader_of(processor, modality)
+    for name in _OF_WEIGHTS:
+        own = getattr(reader, name, None)
+        if own is not None and taken.get(name, own) != own:
+            raise InvalidRequest(
+                f"{name}={shown(taken[name])} of mm_processor_kwargs does not fit the encoder's weights. Allowed: "
+                f"{shown(own)}."
+            )
     if modality != "image":
         return taken
-    reader = reader_of(processor, modality)
     tiles = {name: False for name in _TILES if hasattr(reader, name)} if detail == "low" else {}
     return {**tiles, **_with_size(reader, taken)}
 
