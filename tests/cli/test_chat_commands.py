@@ -283,7 +283,7 @@ def test_an_image_goes_with_the_next_message_which_a_model_of_text_refuses(
         (("--temperature", "-1"), "InvalidParameter: --temperature -1.0"),
         (("--chat-template", "/missing"), "--chat-template /missing cannot be opened"),
         (("--max-model-len", "many"), "ConfigError: --max-model-len many"),
-        (("--option", "blok_size=3"), "Did you mean --block-size?"),
+        (("--option", "blok_size=3"), "Did you mean --block-size or --mamba-block-size?"),
         (("--option", "max_num_seqs=0"), "ConfigError: --max-num-seqs 0"),
     ],
 )
