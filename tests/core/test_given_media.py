@@ -69,6 +69,7 @@ def test_features_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
         (torch.zeros(4, 64), "image_embeds has 4 rows, and image_grid_thw is None"),
         ({"image_embeds": torch.zeros(3, 64), "image_grid_thw": grid}, "3 rows, which do not fit"),
         ({"image_embeds": torch.zeros(4, 64), "image_grid_thw": [[1, 4]]}, "time, height and width"),
+        ({"image_embeds": torch.zeros(4, 64), "image_grid_thw": [[1, 1, 16]]}, "the latter two multiples of 2"),
         ({"image_embeds": torch.zeros(4, 64), "other": 1}, "field 'other'"),
     ]
     with LLM(str(tmp_path), **OPTIONS) as llm:

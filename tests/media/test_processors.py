@@ -180,6 +180,8 @@ def test_options_of_a_request_change_the_number_of_pixels(tmp_path: Path) -> Non
         ({"patch_size": 3}, "patch_size=3 of mm_processor_kwargs does not fit the encoder's weights. Allowed: 4"),
         ({"images_kwargs": {"merge_size": 0}}, "merge_size=0 of .* Allowed: 2"),
         ({"temporal_patch_size": "a"}, "temporal_patch_size='a' of .* Allowed: 2"),
+        ({"min_pixels": 10**12}, "at least 1,000,000,000,000 pixels. Allowed: up to 89,478,485"),
+        ({"size": {"shortest_edge": 10**12}}, "at least 1,000,000,000,000 pixels. Allowed: up to 89,478,485"),
         ({"max_pixels": "many"}, "processor does not take the image: .*max_pixels"),
     ],
 )

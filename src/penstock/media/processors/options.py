@@ -36,6 +36,8 @@ _FIXED = frozenset(
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 # Options that give the patches the form that the encoder's weights take.
 _OF_WEIGHTS = ("patch_size", "merge_size", "temporal_patch_size")
+# Most pixels that an image may be enlarged to: their floats have 1 GiB.
+_MOST_PIXELS = 89_478_485
 # Options that make several tiles of an image beside the one of the whole.
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 
@@ -80,6 +82,13 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any], detail: 
 
 def _with_size(reader: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options with the limits of pixels of an image as its size, which is all that newer processors read."""
+    of_size = options.get("size")
+    least = (options.get("min_pixels"), of_size.get("shortest_edge") if isinstance(of_size, Mapping) else None)
+    for pixels in least:
+        if isinstance(pixels, int) and pixels > _MOST_PIXELS:
+            raise InvalidRequest(
+                f"mm_processor_kwargs asks for at least {pixels:,} pixels. Allowed: up to {_MOST_PIXELS:,}."
+            )
     limits = {edge: options[name] for name, edge in _PIXELS.items() if isinstance(options.get(name), int)}
     given = options.get("size") or getattr(reader, "size", None)
     known = {} if given is None or isinstance(given, (int, list, tuple)) else dict(given)

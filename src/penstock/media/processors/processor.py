@@ -136,11 +136,13 @@ class MediaProcessor:
             raise InvalidRequest(f"{modality}_embeds has {media.value.shape[1]} columns. Allowed: {width}.")
         inputs = {FEATURES: ArrayBytes.of(media.value)}
         if self._checkpoint.rope_sections is not None:
-            merged = int(hf_config["vision_config"].get("spatial_merge_size", 1)) ** 2
-            if media.grid is None or int(np.prod(media.grid)) != num_rows * merged:
+            side = int(hf_config["vision_config"].get("spatial_merge_size", 1))
+            merged = side**2
+            fits = media.grid is not None and not any(number % side for number in media.grid[1:])
+            if not fits or int(np.prod(media.grid or 0)) != num_rows * merged:
                 raise InvalidRequest(
                     f"{modality}_embeds has {num_rows} rows, and {modality}_grid_thw is {media.grid}. Allowed: a grid "
-                    f"of {num_rows * merged} patches, in time, height and width."
+                    f"of {num_rows * merged} patches, in time, height and width, the latter two multiples of {side}."
                 )
             inputs[f"{modality}_grid_thw"] = ArrayBytes.of(np.asarray([media.grid]))
         small = self._process(key, _small_item(modality), self._options)
