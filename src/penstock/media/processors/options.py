@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,11 @@ _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
 _OF_WEIGHTS = ("patch_size", "merge_size", "temporal_patch_size")
 # Most pixels that an image may be enlarged to: their floats have 1 GiB.
 _MOST_PIXELS = 89_478_485
+# So the longest edge of an image, and the shortest one where the other may be 200 times as long.
+_LONGEST_EDGE, _SHORTEST_EDGE = math.isqrt(_MOST_PIXELS), math.isqrt(_MOST_PIXELS // 200)
+_SIZES = ("size", "crop_size", "pad_size")
+# Numbers of tiles, and the most that a request may ask for.
+_NUM_TILES, _MOST_TILES = ("min_patches", "max_patches", "pan_and_scan_max_num_crops", "max_image_tiles"), 256
 # Options that make several tiles of an image beside the one of the whole.
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 
@@ -82,20 +88,46 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any], detail: 
 
 def _with_size(reader: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options with the limits of pixels of an image as its size, which is all that newer processors read."""
-    of_size = options.get("size")
-    least = (options.get("min_pixels"), of_size.get("shortest_edge") if isinstance(of_size, Mapping) else None)
-    for pixels in least:
-        if isinstance(pixels, int) and pixels > _MOST_PIXELS:
-            raise InvalidRequest(
-                f"mm_processor_kwargs asks for at least {pixels:,} pixels. Allowed: up to {_MOST_PIXELS:,}."
-            )
-    limits = {edge: options[name] for name, edge in _PIXELS.items() if isinstance(options.get(name), int)}
     given = options.get("size") or getattr(reader, "size", None)
     known = {} if given is None or isinstance(given, (int, list, tuple)) else dict(given)
     size = {edge: value for edge, value in known.items() if value is not None}
+    _refuse_enlarging(reader, options)
+    limits = {edge: options[name] for name, edge in _PIXELS.items() if isinstance(options.get(name), int)}
     if not limits or size.keys() != set(_PIXELS.values()):
         return options
     return {**{name: value for name, value in options.items() if name not in _PIXELS}, "size": {**size, **limits}}
+
+
+def _refuse_enlarging(reader: Any, options: Mapping[str, Any]) -> None:
+    """Refuse sizes and numbers of tiles that would enlarge an image beyond the limit, before it is read."""
+    # Such a processor's size has numbers of pixels, of which the larger one only makes images smaller.
+    counts_pixels = set(_PIXELS) <= set(getattr(getattr(reader, "valid_kwargs", None), "__annotations__", {}))
+    edges = {(name, ""): options.get(name) for name in ("min_pixels", *_NUM_TILES)}
+    for name in _SIZES:
+        asked = options.get(name)
+        named = asked if isinstance(asked, Mapping) else {"shortest_edge": asked}
+        edges |= {(name, edge): value for edge, value in named.items()}
+    for (name, edge), value in edges.items():
+        is_count = counts_pixels and name in ("size", "min_pixels")
+        if not isinstance(value, int) or (is_count and edge == "longest_edge"):
+            continue
+        if name in _NUM_TILES:
+            most = _MOST_TILES
+        else:
+            most = _MOST_PIXELS if is_count else _SHORTEST_EDGE if edge == "shortest_edge" else _LONGEST_EDGE
+        most = max(most, _own_edge(reader, name, edge))
+        if value > most:
+            raise InvalidRequest(
+                f"{name}={shown(options[name])} of mm_processor_kwargs enlarges an image beyond the limit. Allowed: up "
+                f"to {most:,}."
+            )
+
+
+def _own_edge(reader: Any, name: str, edge: str) -> int:
+    """An edge of a size that the model's processor has by itself; 0 for none."""
+    own = getattr(reader, name, None)
+    value = dict(own).get(edge) if own is not None and not isinstance(own, (int, list, tuple)) else own
+    return value if isinstance(value, int) else 0
 
 
 def _names(part: Any, group: str) -> set[str]:
