@@ -63,6 +63,8 @@ LFM2_350M = ShortConvolutionShape(
         "num_attention_heads": 16,
         "num_key_value_heads": 8,
         "head_dim": 64,
+        "conv_dim": 1024,
+        "conv_dim_out": 1024,
         "conv_L_cache": 3,
         "conv_bias": False,
         "norm_eps": 1e-5,
