@@ -121,7 +121,11 @@ def _log_kv_cache(config: EngineConfig, kv_cache_config: KVCacheConfig, max_mode
     )
     num_seqs = config.scheduler.max_num_seqs
     for number in num_snapshots(kv_cache_config, num_seqs).values():
-        logger.info("Snapshots: %s states for later requests, beside those of %s running ones", f"{number:,}", num_seqs)
+        logger.info(
+            "Snapshots: %s states for later requests, while %s run; more while fewer do",
+            f"{number:,}",
+            num_seqs,
+        )
     has_states = any(isinstance(group.spec, RecurrentStateSpec) for group in kv_cache_config.groups)
     if config.cache.enable_prefix_caching and has_states and config.cache.snapshots == "none":
         logger.info("Prefix caching: off, by mamba_cache_mode='none'")

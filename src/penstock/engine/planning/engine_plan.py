@@ -209,7 +209,7 @@ class EnginePlan:
             kind, _, size = name.partition(" ")
             yield kind, f"{pool.num_blocks:,}", f"{size}, one of them empty; {format_bytes(pool.size_bytes)}"
             if index in snapshots:
-                note = f"states for later requests, beside those of {self.max_num_seqs:,} running ones"
+                note = f"states for later requests, while {self.max_num_seqs:,} run; more while fewer do"
                 yield "snapshots", f"{snapshots[index]:,}", note
 
 
