@@ -299,7 +299,7 @@ def _too_short(folder: Path) -> dict[str, Any]:
 
 def _not_runnable(folder: Path) -> dict[str, Any]:
     tiny_checkpoint(folder / "drafter")
-    edit_config(folder / "drafter", architectures=["ZambaForCausalLM"])
+    edit_config(folder / "drafter", architectures=["xLSTMForCausalLM"])
     return {"method": "draft_model", "model": str(folder / "drafter")}
 
 
@@ -320,7 +320,7 @@ def _no_mtp(folder: Path) -> dict[str, Any]:
         (_no_such_folder, ModelNotFound, "nowhere"),
         (_other_vocabulary, ModelError, "vocab_size=120, but .* has 97"),
         (_too_short, ConfigError, "64 positions .* max_model_len=64"),
-        (_not_runnable, UnsupportedModel, r"\(ZambaForCausalLM\) cannot run through Transformers .* recurrent state"),
+        (_not_runnable, UnsupportedModel, r"\(xLSTMForCausalLM\) cannot run through Transformers .* recurrent state"),
         (_other_head, PenstockError, "fc.weight"),
         (
             _no_mtp,
