@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.machine import described, machine
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import StepRequests
-from penstock.kernels.recurrence import ScanParameters, ScanRule, convolve, gated_norm, scan
+from penstock.kernels.recurrence import ConvolutionRule, GateRule, ScanParameters, ScanRule, convolve, gated_norm, scan
 from penstock.kernels.recurrent_state import StateStep
 
 _TAPS = 4
@@ -98,14 +98,13 @@ def measure(layer: Layer, num_requests: int, length: int, repeats: int) -> Mappi
     first, last = _product(width, layer.hidden_size), _product(layer.hidden_size, inner)
     gate_up = _product(2 * layer.intermediate_size, layer.hidden_size)
     down = _product(layer.hidden_size, layer.intermediate_size)
-    norm = {"offset": 0, "group_size": inner, "gates_first": True}
+    convolution = ConvolutionRule(offset=inner, activation="silu")
+    gate = GateRule(group_size=inner, gates_first=True)
     parts: dict[str, Callable[[], object]] = {
         "projections": lambda: (first(hidden_TD), last(y_TX)),
-        "convolution": lambda: convolve(
-            rows_TW, inputs_BKC, step, taps_KC, None, offset=inner, gates=None, activation="silu"
-        ),
+        "convolution": lambda: convolve(rows_TW, inputs_BKC, step, taps_KC, None, convolution),
         "recurrence": lambda: scan(mixed_TC, rows_TW, states_BHNP, step, layer.rule, parameters),
-        "norm": lambda: gated_norm(y_TX, rows_TW, weight_X, 1e-5, **norm, activation="silu"),
+        "norm": lambda: gated_norm(y_TX, rows_TW, weight_X, 1e-5, gate),
         "MLP": lambda: (gate_up(hidden_TD), down(up_TI)),
     }
     seconds: dict[str, list[float]] = {part: [] for part in parts}

@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.native.attention import StepRequests
-from penstock.kernels.recurrence import GateName, ScanParameters, ScanRule, convolve, gated_norm, scan
+from penstock.kernels.recurrence import (
+    ConvolutionRule,
+    GateName,
+    GateRule,
+    ScanParameters,
+    ScanRule,
+    convolve,
+    gated_norm,
+    scan,
+)
 from penstock.kernels.recurrent_state import StateStep
 
 BLOCK_SIZE = 4
@@ -259,25 +268,25 @@ def run_scan(
 
 
 CHANNELS, TAPS = 70, 4
-CONVOLUTIONS: dict[str, dict[str, Any]] = {
-    "mixed": {"offset": 2, "gates": None, "activation": "silu"},
-    "gated": {"offset": 2 * CHANNELS, "gates": (0, CHANNELS), "activation": None},
+CONVOLUTIONS = {
+    "mixed": ConvolutionRule(offset=2, activation="silu"),
+    "gated": ConvolutionRule(offset=2 * CHANNELS, gates=(0, CHANNELS)),
 }
 
 
-def brute_force_convolution(rows_TW: Tensor, weight_KC: Tensor, bias_C: Tensor | None, options: Any) -> Tensor:
+def brute_force_convolution(rows_TW: Tensor, weight_KC: Tensor, bias_C: Tensor | None, rule: ConvolutionRule) -> Tensor:
     rows = rows_TW.double().numpy()
-    inputs = rows[:, options["offset"] :][:, :CHANNELS]
-    if options["gates"] is not None:
-        inputs = inputs * rows[:, options["gates"][0] :][:, :CHANNELS]
+    inputs = rows[:, rule.offset :][:, :CHANNELS]
+    if rule.gates is not None:
+        inputs = inputs * rows[:, rule.gates[0] :][:, :CHANNELS]
     padded = np.concatenate([np.zeros((TAPS - 1, CHANNELS)), inputs])
     out = np.array([(padded[t : t + TAPS] * weight_KC.double().numpy()).sum(0) for t in range(len(rows))])
     if bias_C is not None:
         out = out + bias_C.double().numpy()
-    if options["activation"] == "silu":
+    if rule.activation == "silu":
         out = out / (1 + np.exp(-out))
-    if options["gates"] is not None:
-        out = out * rows[:, options["gates"][1] :][:, :CHANNELS]
+    if rule.gates is not None:
+        out = out * rows[:, rule.gates[1] :][:, :CHANNELS]
     return torch.from_numpy(out)
 
 
@@ -293,7 +302,7 @@ def run_convolution(
     pages = torch.empty(options.pop("num_pages", 150), TAPS - 1, CHANNELS, dtype=dtype)
 
     def compute(rows_TW: Tensor, step: StateStep) -> Tensor:
-        return convolve(rows_TW, pages, step, *parameters, **CONVOLUTIONS[name])
+        return convolve(rows_TW, pages, step, *parameters, CONVOLUTIONS[name])
 
     return run_plan(plan, rows, pages, compute, **options)
 
@@ -318,15 +327,6 @@ def check_gated_norm(*, gates_first: bool, activation: GateName, group_size: int
             weights = weight.double().numpy().reshape(-1, group_size)
             normed = x / np.sqrt((x * x).mean(2, keepdims=True) + 1e-5) * weights
             expected = normed.reshape(5, 60) * (1 if gates_first else factor)
-        found = gated_norm(
-            y_TX,
-            gate_TW,
-            weight,
-            1e-5,
-            offset=4,
-            group_size=group_size,
-            gates_first=gates_first,
-            activation=activation,
-            gate_scale=0.7,
-        )
+        rule = GateRule(offset=4, group_size=group_size, gates_first=gates_first, activation=activation, scale=0.7)
+        found = gated_norm(y_TX, gate_TW, weight, 1e-5, rule)
         torch.testing.assert_close(found.double(), torch.from_numpy(expected), atol=1e-5, rtol=1e-5)

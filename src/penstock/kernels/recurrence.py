@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.recurrence import NativeRecurrence, StateRequests
+from penstock.kernels.recurrence_rule import ConvolutionRule as ConvolutionRule
 from penstock.kernels.recurrence_rule import GateName as GateName
+from penstock.kernels.recurrence_rule import GateRule as GateRule
 from penstock.kernels.recurrence_rule import GroupOfRanks as GroupOfRanks
 from penstock.kernels.recurrence_rule import ScanParameters as ScanParameters
 from penstock.kernels.recurrence_rule import ScanRule as ScanRule
@@ -36,26 +37,20 @@ def convolve(
     step: StateStep | StateRequests,
     weight_KC: Tensor,
     bias_C: Tensor | None,
-    *,
-    offset: int,
-    gates: tuple[int, int] | None,
-    activation: GateName | None,
+    rule: ConvolutionRule,
 ) -> Tensor:
-    """Causal depthwise convolution of the columns of x from `offset` on: [T, C], in x's dtype.
+    """Causal depthwise convolution of columns of x: [T, C], in x's dtype.
 
     inputs_BKC: [B, K - 1, C], pages of the last inputs of a request; with bfloat16 ones, all inputs are rounded.
-    gates: columns of factors on the inputs, and on the outputs (LFM2).
     """
     native = native_recurrence([x_TW], inputs_BKC, [weight_KC, bias_C])
     if native is not None:
         requests = step.of_library if isinstance(step, StateStep) else step
-        return native.convolve(
-            x_TW, inputs_BKC, requests, weight_KC, bias_C, offset=offset, gates=gates, activation=activation
-        )
+        return native.convolve(x_TW, inputs_BKC, requests, weight_KC, bias_C, rule)
     assert isinstance(step, StateStep), "only the library's operations are traced"
     version = triton_recurrence([x_TW], [weight_KC, bias_C])
     run = convolve_reference if version is None else version.convolve
-    return run(x_TW, inputs_BKC, step, weight_KC, bias_C, offset=offset, gates=gates, activation=activation)
+    return run(x_TW, inputs_BKC, step, weight_KC, bias_C, rule)
 
 
 def convolve_reference(
@@ -64,16 +59,13 @@ def convolve_reference(
     step: StateStep,
     weight_KC: Tensor,
     bias_C: Tensor | None,
-    *,
-    offset: int,
-    gates: tuple[int, int] | None,
-    activation: GateName | None,
+    rule: ConvolutionRule,
 ) -> Tensor:
     """The specification of `convolve`."""
     channels = weight_KC.shape[1]
-    inputs_TC = x_TW[:, offset : offset + channels].float()
-    if gates is not None:
-        before_TC, after_TC = (x_TW[:, first : first + channels].float() for first in gates)
+    inputs_TC = x_TW[:, rule.offset : rule.offset + channels].float()
+    if rule.gates is not None:
+        before_TC, after_TC = (x_TW[:, first : first + channels].float() for first in rule.gates)
         inputs_TC = before_TC * inputs_TC
     inputs_TC = inputs_TC.to(inputs_BKC.dtype).float()
     weight_KC = weight_KC.float()
@@ -86,9 +78,9 @@ def convolve_reference(
         return inputs_RKC[:, 1:], sums_RC
 
     out_TC = _token_by_token(advance, inputs_BKC, step, len(x_TW), channels)
-    if activation is not None:
-        out_TC = _activate(activation, out_TC)
-    if gates is not None:
+    if rule.activation is not None:
+        out_TC = _activate(rule.activation, out_TC)
+    if rule.gates is not None:
         out_TC = after_TC * out_TC
     return out_TC.to(x_TW.dtype)
 
@@ -172,26 +164,18 @@ def gated_norm(
     gate_TW: Tensor,
     weight: Tensor | None,
     eps: float,
-    *,
-    offset: int,
-    group_size: int,
-    gates_first: bool,
-    activation: GateName,
-    gate_scale: float = 1.0,
+    rule: GateRule,
 ) -> Tensor:
-    """RMSNorm by groups of y, with a gate from the columns of `gate` from `offset` on: [T, X], in y's dtype.
+    """RMSNorm by groups of y, with a gate from columns of other rows: [T, X], in y's dtype.
 
-    weight: [X], or one for all groups; None for the gate alone. gates_first: norm(y * activation(gate)), instead of
-    norm(y) * activation(gate). gate_scale: factor on the gate before its activation.
+    weight: [X], or one for all groups; None for the gate alone.
     """
-    options: dict[str, Any] = {"offset": offset, "group_size": group_size, "gates_first": gates_first}
-    options |= {"activation": activation, "gate_scale": gate_scale}
     native = native_recurrence([y_TX, gate_TW], None, [weight])
     if native is not None:
-        return native.gated_norm(y_TX, gate_TW, weight, eps, **options)
+        return native.gated_norm(y_TX, gate_TW, weight, eps, rule)
     version = triton_recurrence([y_TX, gate_TW], [weight])
     run = gated_norm_reference if version is None else version.gated_norm
-    return run(y_TX, gate_TW, weight, eps, **options)
+    return run(y_TX, gate_TW, weight, eps, rule)
 
 
 def gated_norm_reference(
@@ -199,22 +183,17 @@ def gated_norm_reference(
     gate_TW: Tensor,
     weight: Tensor | None,
     eps: float,
-    *,
-    offset: int,
-    group_size: int,
-    gates_first: bool,
-    activation: GateName,
-    gate_scale: float = 1.0,
+    rule: GateRule,
 ) -> Tensor:
     """The specification of `gated_norm`."""
     wide_TX = y_TX.float()
-    gate_TX = _activate(activation, gate_TW[:, offset : offset + y_TX.shape[1]].float() * gate_scale)
+    gate_TX = _activate(rule.activation, gate_TW[:, rule.offset : rule.offset + y_TX.shape[1]].float() * rule.scale)
     if weight is None:
         return (wide_TX * gate_TX).to(y_TX.dtype)
-    groups_TGX = (wide_TX * gate_TX if gates_first else wide_TX).unflatten(1, (-1, group_size))
+    groups_TGX = (wide_TX * gate_TX if rule.gates_first else wide_TX).unflatten(1, (-1, rule.group_size))
     scale_TG1 = (groups_TGX * groups_TGX).mean(2, keepdim=True).add_(eps).rsqrt_()
-    normed_TX: Tensor = (groups_TGX * scale_TG1 * weight.float().view(-1, group_size)).flatten(1)
-    return (normed_TX if gates_first else normed_TX * gate_TX).to(y_TX.dtype)
+    normed_TX: Tensor = (groups_TGX * scale_TG1 * weight.float().view(-1, rule.group_size)).flatten(1)
+    return (normed_TX if rule.gates_first else normed_TX * gate_TX).to(y_TX.dtype)
 
 
 def group_squares(x_TX: Tensor, group: GroupOfRanks) -> Tensor:

@@ -1,4 +1,7 @@
-"""Rule of a linear recurrence and its parameters, and a norm's groups. Suffixes are those of `kernels.recurrence`."""
+"""Rules of convolutions, linear recurrences and gates, and a norm's groups.
+
+Suffixes are those of `kernels.recurrence`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,36 @@ from torch import Tensor
 
 # Activations of gates.
 GateName = Literal["silu", "sigmoid"]
+# Numbers that the kernels have for them, and for sizes of steps.
+ACTIVATIONS = {None: 0, "silu": 1, "sigmoid": 2}
+STEP_SIZES = {"head": 0, "key": 1, "value": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolutionRule:
+    """A causal depthwise convolution: where a token's row has its operands, and what follows.
+
+    offset: first column of the inputs. gates: columns of factors on the inputs, and on the outputs (LFM2).
+    """
+
+    offset: int = 0
+    gates: tuple[int, int] | None = None
+    activation: GateName | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateRule:
+    """A gate beside an RMSNorm by groups of channels.
+
+    offset: first column of the gate in its rows. group_size: channels that are normalised together. gates_first:
+    norm(y * activation(gate)), instead of norm(y) * activation(gate). scale: factor on the gate before its activation.
+    """
+
+    offset: int = 0
+    group_size: int = 1
+    gates_first: bool = False
+    activation: GateName = "silu"
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

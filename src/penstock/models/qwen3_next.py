@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
-from penstock.kernels.recurrence import gated_norm
+from penstock.kernels.recurrence import GateRule, gated_norm
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import columns
 from penstock.layers.experts import MoE, Routing
@@ -51,6 +51,7 @@ from penstock.parallel import ParallelState
 _DEFAULT_HEAD_SIZE = 256
 _DEFAULT_ROTARY_FACTOR = 0.25
 _DEFAULT_INTERVAL = 4
+_OUTPUT_GATE = GateRule(activation="sigmoid")
 # Layers for more tokens, which `Qwen3NextMTP` has.
 _MTP = r"mtp\..*"
 
@@ -77,9 +78,7 @@ class GatedSelfAttention(SelfAttention):
         mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
         # The gate is before the queries.
         gate_TX = output_rows(rows_TX, context)
-        gated_TX = gated_norm(
-            mixed_TX, gate_TX, None, 0.0, offset=0, group_size=1, gates_first=False, activation="sigmoid"
-        )
+        gated_TX = gated_norm(mixed_TX, gate_TX, None, 0.0, _OUTPUT_GATE)
         return self.o_proj(gated_TX, context)  # type: ignore[no-any-return]
 
 

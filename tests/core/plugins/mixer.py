@@ -83,7 +83,7 @@ class Mixer(RecurrentMixer):
 
     def forward(self, hidden_TD: Tensor, _: Rotation, context: ForwardContext) -> Tensor:
         rows_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
-        mixed_TX = self.convolution(self.layer, rows_TX, context, activation="silu")
+        mixed_TX = self.convolution(self.layer, rows_TX, context)
         y_TX = scan(self.layer, mixed_TX, rows_TX, context, self.rule, ScanParameters(self.A_log))
         y_TX, rows_TX = output_rows(y_TX, context), output_rows(rows_TX, context)
         return self.o_proj(self.norm(y_TX, rows_TX, context), context)  # type: ignore[no-any-return]

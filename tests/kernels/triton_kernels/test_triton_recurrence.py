@@ -106,8 +106,8 @@ for name in CONVOLUTIONS:
     run_convolution(name, convolution_parameters(has_bias=True), WHOLE[:1], random_rows(210, LENGTHS))
 for activation in ("silu", "sigmoid"):
     y, weight = torch.empty(2, 512, dtype=torch.bfloat16), torch.empty(128, dtype=torch.bfloat16)
-    options = {{"offset": 0, "group_size": 128, "gates_first": True, "activation": activation}}
-    recurrence.gated_norm(y, y, weight, 1e-5, **options)
+    rule = recurrence.GateRule(group_size=128, gates_first=True, activation=activation)
+    recurrence.gated_norm(y, y, weight, 1e-5, rule)
 print(sum(counts.values()))
 """
 

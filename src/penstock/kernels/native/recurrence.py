@@ -13,11 +13,17 @@ from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import OperationType
 from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.tracing import Argument, TracedRequests, TracedTensor
-from penstock.kernels.recurrence_rule import GroupOfRanks, ScanParameters, ScanRule
+from penstock.kernels.recurrence_rule import (
+    ACTIVATIONS,
+    STEP_SIZES,
+    ConvolutionRule,
+    GateRule,
+    GroupOfRanks,
+    ScanParameters,
+    ScanRule,
+)
 
 _STATE_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_ACTIVATIONS = {None: 0, "silu": 1, "sigmoid": 2}
-_STEP_SIZES = {"head": 0, "key": 1, "value": 2}
 _MOST_TAPS = 16
 
 
@@ -65,17 +71,15 @@ class NativeRecurrence:
         requests: StateRequests,
         weight_KC: Tensor,
         bias_C: Tensor | None,
-        *,
-        offset: int,
-        gates: tuple[int, int] | None,
-        activation: str | None,
+        rule: ConvolutionRule,
     ) -> Tensor:
         """`kernels.recurrence.convolve`. Output rows of padding are zero."""
         num_taps, channels = weight_KC.shape
         if num_taps > _MOST_TAPS:
             raise ValueError(f"a convolution has {num_taps} taps; allowed are {_MOST_TAPS}.")
-        before, after = gates or (-1, -1)
-        arguments = offset, before, after, channels, num_taps, _ACTIVATIONS[activation], weight_KC, bias_C
+        before, after = rule.gates or (-1, -1)
+        activation = ACTIVATIONS[rule.activation]
+        arguments = rule.offset, before, after, channels, num_taps, activation, weight_KC, bias_C
         return self._run("causal_convolution", x_TW, None, channels, inputs_BKC, requests, arguments)
 
     def scan(
@@ -99,7 +103,7 @@ class NativeRecurrence:
             rule.keys,
             rule.queries,
             *(-1 if first is None else first for first in (rule.steps, rule.betas)),
-            _STEP_SIZES[rule.step_size],
+            STEP_SIZES[rule.step_size],
             int(rule.scales_values),
             int(rule.has_unit_keys),
             int(decay_log.dim() == 3),
@@ -120,18 +124,14 @@ class NativeRecurrence:
         gate_TW: Tensor,
         weight: Tensor | None,
         eps: float,
-        *,
-        offset: int,
-        group_size: int,
-        gates_first: bool,
-        activation: str,
-        gate_scale: float,
+        rule: GateRule,
     ) -> Tensor:
         """`kernels.recurrence.gated_norm`."""
-        size = row_width(y_TX)
+        size, group_size = row_width(y_TX), rule.group_size
         stride = group_size if weight is not None and weight.shape[0] == size else 0
-        factors = eps, gate_scale, int(gates_first), _ACTIVATIONS[activation]
-        return self._gated_norm.rows(y_TX, size, size, offset, group_size, weight, stride, *factors, second=gate_TW)
+        factors = eps, rule.scale, int(rule.gates_first), ACTIVATIONS[rule.activation]
+        arguments = rule.offset, group_size, weight, stride, *factors
+        return self._gated_norm.rows(y_TX, size, size, *arguments, second=gate_TW)
 
     def group_squares(self, x_TX: Tensor, group: GroupOfRanks) -> Tensor:
         """`kernels.recurrence.group_squares`."""

@@ -16,12 +16,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from penstock.kernels.recurrence_rule import ScanParameters, ScanRule
+from penstock.kernels.recurrence_rule import (
+    ACTIVATIONS,
+    STEP_SIZES,
+    ConvolutionRule,
+    GateRule,
+    ScanParameters,
+    ScanRule,
+)
 from penstock.kernels.recurrent_state import StateStep
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ACTIVATIONS = {None: 0, "silu": 1, "sigmoid": 2}
-_STEP_SIZES = {"head": 0, "key": 1, "value": 2}
 # Elements of a state that a program keeps, and channels of a convolution or norm.
 _STATE_TILE, _CHANNELS = 4096, 128
 
@@ -39,16 +44,13 @@ def convolve(
     step: StateStep,
     weight_KC: Tensor,
     bias_C: Tensor | None,
-    *,
-    offset: int,
-    gates: tuple[int, int] | None,
-    activation: str | None,
+    rule: ConvolutionRule,
 ) -> Tensor:
     """`kernels.recurrence.convolve`."""
     num_taps, channels = weight_KC.shape
     out_TC = torch.empty(x_TW.shape[0], channels, dtype=x_TW.dtype, device=x_TW.device)
     num_requests = step.seq_lens_R.shape[0]
-    before, after = gates or (-1, -1)
+    before, after = rule.gates or (-1, -1)
     _convolve[(num_requests, triton.cdiv(channels, _CHANNELS))](
         x_TW,
         x_TW.stride(0),
@@ -62,13 +64,13 @@ def convolve(
         step.query_start_loc,
         step.seq_lens_R,
         step.slot_mapping_T,
-        OFFSET=offset,
+        OFFSET=rule.offset,
         GATE_BEFORE=before,
         GATE_AFTER=after,
         CHANNELS=channels,
         TAPS=num_taps,
         ROWS=triton.next_power_of_2(num_taps),
-        ACTIVATION=_ACTIVATIONS[activation],
+        ACTIVATION=ACTIVATIONS[rule.activation],
         HAS_BIAS=bias_C is not None,
         NUM_OWN=step.num_own_blocks,
         BLOCK_SIZE=step.block_size,
@@ -122,7 +124,7 @@ def scan(
         QUERIES_AT=rule.queries,
         STEPS_AT=-1 if rule.steps is None else rule.steps,
         BETAS_AT=-1 if rule.betas is None else rule.betas,
-        STEP_SIZE=_STEP_SIZES[rule.step_size],
+        STEP_SIZE=STEP_SIZES[rule.step_size],
         SCALES_VALUES=rule.scales_values,
         HAS_UNIT_KEYS=rule.has_unit_keys,
         DECAYS_BY_ELEMENT=decay_log.dim() == 3,
@@ -143,17 +145,12 @@ def gated_norm(
     gate_TW: Tensor,
     weight: Tensor | None,
     eps: float,
-    *,
-    offset: int,
-    group_size: int,
-    gates_first: bool,
-    activation: str,
-    gate_scale: float,
+    rule: GateRule,
 ) -> Tensor:
     """`kernels.recurrence.gated_norm`."""
     num_tokens, width = y_TX.shape
     out_TX = torch.empty(num_tokens, width, dtype=y_TX.dtype, device=y_TX.device)
-    size = width if weight is None else group_size
+    size = width if weight is None else rule.group_size
     _gated_norm[(num_tokens, width // size)](
         y_TX,
         y_TX.stride(0),
@@ -163,13 +160,13 @@ def gated_norm(
         0 if weight is None or weight.shape[0] == size else size,
         out_TX,
         eps,
-        gate_scale,
+        rule.scale,
         WIDTH=width,
-        OFFSET=offset,
+        OFFSET=rule.offset,
         SIZE=size,
-        GATES_FIRST=gates_first or weight is None,
+        GATES_FIRST=rule.gates_first or weight is None,
         NORMALISES=weight is not None,
-        ACTIVATION=_ACTIVATIONS[activation],
+        ACTIVATION=ACTIVATIONS[rule.activation],
         BLOCK=triton.next_power_of_2(size),
         num_warps=4 if size <= 2048 else 8,
     )

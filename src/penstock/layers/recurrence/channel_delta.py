@@ -85,7 +85,7 @@ class ChannelDelta(RecurrentMixer):
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
         hidden_TD, of_all = context.whole(hidden_TD), context.of_all_tokens()
-        mixed_TX = self.conv1d(self.layer, self.in_proj(hidden_TD, of_all), context, activation="silu")
+        mixed_TX = self.conv1d(self.layer, self.in_proj(hidden_TD, of_all), context)
         steps_TX = self.f_b_proj(self.f_a_proj(hidden_TD, of_all), of_all)
         gate_TX = self.g_b_proj(self.g_a_proj(hidden_TD, of_all), of_all)
         gates_TX = concatenate_rows(steps_TX, self.b_proj(hidden_TD, of_all))

@@ -125,6 +125,7 @@ class GatedDelta(RecurrentMixer):
             gates_first=False,
             group=parallel.tensor,
             is_shared=True,
+            offset=self.conv1d.num_channels,
         )
         self.out_proj = RowParallelLinear(
             sizes.num_value_heads * sizes.value_size, hidden_size, bias=False, parallel=parallel
@@ -149,10 +150,10 @@ class GatedDelta(RecurrentMixer):
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
         hidden_TD, of_all = context.whole(hidden_TD), context.of_all_tokens()
         rows_TX, heads_TH = self.in_proj(hidden_TD, of_all), self.head_proj(hidden_TD, of_all)
-        mixed_TX = self.conv1d(self.layer, rows_TX, context, activation="silu")
+        mixed_TX = self.conv1d(self.layer, rows_TX, context)
         parameters = ScanParameters(self.A_log, self.dt_bias)
         scanned_TX = scan(self.layer, mixed_TX, heads_TH, context, self._rule, parameters)
-        normed_TX = self.norm(scanned_TX, rows_TX, of_all, offset=self.conv1d.num_channels)
+        normed_TX = self.norm(scanned_TX, rows_TX, of_all)
         return self.out_proj(output_rows(normed_TX, context), context)  # type: ignore[no-any-return]
 
     def slots(self) -> dict[str, WeightSlot]:

@@ -11,12 +11,23 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.recurrence import GateName, GroupOfRanks, gated_norm, group_squares, shared_group_norm
+from penstock.kernels.recurrence import (
+    ConvolutionRule,
+    GateName,
+    GateRule,
+    GroupOfRanks,
+    gated_norm,
+    group_squares,
+    shared_group_norm,
+)
 from penstock.layers.recurrence.operations import convolve
 from penstock.layers.recurrence.state import RecurrentState
 from penstock.layers.weights import Part, ScaledSlot, WeightSlot, new_parameter
 from penstock.parallel import Group, Share
 from penstock.parallel.share import Indivisible
+
+# A convolution of a row's first columns, as most layers have it.
+SILU = ConvolutionRule(activation="silu")
 
 
 class CausalConvolution(nn.Module):
@@ -59,21 +70,18 @@ class CausalConvolution(nn.Module):
         state: RecurrentState,
         x_TW: Tensor,
         context: ForwardContext,
-        *,
-        offset: int = 0,
-        gates: tuple[int, int] | None = None,
-        activation: GateName | None = None,
+        rule: ConvolutionRule = SILU,
     ) -> Tensor:
         """`kernels.recurrence.convolve`: [T, C]."""
-        return convolve(state, x_TW, context, self.weight, self.bias, offset=offset, gates=gates, activation=activation)
+        return convolve(state, x_TW, context, self.weight, self.bias, rule)
 
 
 class GatedNorm(nn.Module):
     """RMSNorm of groups of channels with a gate (`kernels.recurrence.gated_norm`).
 
     channels: this rank's. group_size: channels that are normalised together, which may be of several ranks.
-    is_shared: one weight for all groups, [group_size]. has_norm: False for the gate alone. gate_scale: factor on the
-    gate before its activation.
+    is_shared: one weight for all groups, [group_size]. has_norm: False for the gate alone. offset, gates_first,
+    activation, gate_scale: of `GateRule`.
     """
 
     def __init__(
@@ -88,6 +96,7 @@ class GatedNorm(nn.Module):
         is_shared: bool = False,
         has_norm: bool = True,
         gate_scale: float = 1.0,
+        offset: int = 0,
     ) -> None:
         super().__init__()
         if group_size % channels.size and channels.size % group_size:
@@ -95,42 +104,29 @@ class GatedNorm(nn.Module):
                 f"a norm of {channels.whole} channels in groups of {group_size} cannot be shared by "
                 f"{channels.whole // channels.size} ranks."
             )
-        self.eps, self.group_size, self.gates_first, self.activation = eps, group_size, gates_first, activation
-        self._gate_scale, self._channels, self._group, self._is_shared = gate_scale, channels, group, is_shared
+        self._rule = GateRule(
+            offset=offset, group_size=group_size, gates_first=gates_first, activation=activation, scale=gate_scale
+        )
+        self._eps, self._channels, self._group, self._is_shared = eps, channels, group, is_shared
         self.weight = new_parameter(group_size if is_shared else channels.size) if has_norm else None
 
     def slots(self) -> dict[str, WeightSlot]:
         if self.weight is None:
             return {}
         if self._is_shared:
-            return {"weight": WeightSlot((self.group_size,), self.weight)}
+            return {"weight": WeightSlot((self._rule.group_size,), self.weight)}
         return {"weight": WeightSlot((self._channels.whole,), self.weight, Part(0, (self._channels,)))}
 
-    def forward(self, y_TX: Tensor, gate_TW: Tensor, _: ForwardContext, *, offset: int = 0) -> Tensor:
-        """[T, X]. offset: first column of the gate."""
-        if self.weight is None or self.group_size <= self._channels.size:
-            return self._gated(y_TX, gate_TW, self.weight, offset)
-        if self.gates_first:
-            return self._normed(self._gated(y_TX, gate_TW, None, offset), self.weight)
-        return self._gated(self._normed(y_TX, self.weight), gate_TW, None, offset)
-
-    def _gated(self, y_TX: Tensor, gate_TW: Tensor, weight: Tensor | None, offset: int) -> Tensor:
-        return gated_norm(
-            y_TX,
-            gate_TW,
-            weight,
-            self.eps,
-            offset=offset,
-            group_size=self.group_size,
-            gates_first=self.gates_first,
-            activation=self.activation,
-            gate_scale=self._gate_scale,
-        )
+    def forward(self, y_TX: Tensor, gate_TW: Tensor, _: ForwardContext) -> Tensor:
+        """[T, X]."""
+        if self.weight is None or self._rule.group_size <= self._channels.size:
+            return gated_norm(y_TX, gate_TW, self.weight, self._eps, self._rule)
+        if self._rule.gates_first:
+            return self._normed(gated_norm(y_TX, gate_TW, None, self._eps, self._rule), self.weight)
+        return gated_norm(self._normed(y_TX, self.weight), gate_TW, None, self._eps, self._rule)
 
     def _normed(self, x_TX: Tensor, weight_X: Tensor) -> Tensor:
         """The norm of a group that several ranks have channels of, each of that group alone."""
-        channels = self._channels
-        group = GroupOfRanks(
-            channels.size, channels.start // self.group_size, channels.whole // self.group_size, self.group_size
-        )
-        return shared_group_norm(x_TX, self._group.all_reduce(group_squares(x_TX, group)), weight_X, self.eps, group)
+        channels, size = self._channels, self._rule.group_size
+        group = GroupOfRanks(channels.size, channels.start // size, channels.whole // size, size)
+        return shared_group_norm(x_TX, self._group.all_reduce(group_squares(x_TX, group)), weight_X, self._eps, group)

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.kernels import recurrence
 from penstock.kernels.native.recurrence import StateRequests
-from penstock.kernels.recurrence import GateName, ScanParameters, ScanRule, native_recurrence
+from penstock.kernels.recurrence import ConvolutionRule, ScanParameters, ScanRule, native_recurrence
 from penstock.kernels.recurrent_state import StateStep
 from penstock.layers.recurrence.state import RecurrentState
 
@@ -28,19 +28,14 @@ def convolve(
     context: ForwardContext,
     weight_KC: Tensor,
     bias_C: Tensor | None,
-    *,
-    offset: int = 0,
-    gates: tuple[int, int] | None = None,
-    activation: GateName | None = None,
+    rule: ConvolutionRule,
 ) -> Tensor:
     """`kernels.recurrence.convolve` with the layer's state: [T, C]."""
     assert state.convolution is not None, "the layer has a convolution"
 
     def call(pages_BY: Tensor, step: StateStep | StateRequests, x_TW: Tensor) -> Tensor:
         pages_BKC = state.convolution_pages(pages_BY)
-        return recurrence.convolve(
-            x_TW, pages_BKC, step, weight_KC, bias_C, offset=offset, gates=gates, activation=activation
-        )
+        return recurrence.convolve(x_TW, pages_BKC, step, weight_KC, bias_C, rule)
 
     return _over_states(state, call, [x_TW], context, [weight_KC, bias_C], state.convolution[1])
 

@@ -74,7 +74,13 @@ class SelectiveScan(RecurrentMixer):
         self.decay_log = _parameter(1, size, channels.size)
         self.D = _parameter(channels.size)
         self.gate = GatedNorm(
-            channels, 0.0, group_size=channels.size, has_norm=False, gates_first=True, group=parallel.tensor
+            channels,
+            0.0,
+            group_size=channels.size,
+            has_norm=False,
+            gates_first=True,
+            group=parallel.tensor,
+            offset=channels.size,
         )
         self.out_proj = RowParallelLinear(inner_size, hidden_size, bias=sizes.bias, parallel=parallel)
         self.layer = RecurrentState(name=name, convolution=self.conv1d.state, scan=(1, size, channels.size))
@@ -101,7 +107,7 @@ class SelectiveScan(RecurrentMixer):
         """rotation: unused; mixers are called as attention is."""
         of_all = context.of_all_tokens()
         projected_TW = self.in_proj(context.whole(hidden_TD), of_all)
-        mixed_TI = self.conv1d(self.layer, projected_TW, context, activation="silu")
+        mixed_TI = self.conv1d(self.layer, projected_TW, context)
         steps_TR, keys_TW = self.steps_proj(mixed_TI, of_all), self.keys_proj(mixed_TI, of_all)
         if self.steps_norm is not None and self.keys_norm is not None:
             steps_TR, keys_TW = self.steps_norm(steps_TR), self.keys_norm(keys_TW)
@@ -109,9 +115,7 @@ class SelectiveScan(RecurrentMixer):
         parameters = ScanParameters(self.decay_log, skip=self.D)
         scanned_TI = output_rows(scan(self.layer, mixed_TW, steps_TI, context, self._rule, parameters), context)
         gates_TW = output_rows(projected_TW, context)
-        return self.out_proj(  # type: ignore[no-any-return]
-            self.gate(scanned_TI, gates_TW, context, offset=self._channels.size), context
-        )
+        return self.out_proj(self.gate(scanned_TI, gates_TW, context), context)  # type: ignore[no-any-return]
 
 
 class GroupedNorm(nn.Module):

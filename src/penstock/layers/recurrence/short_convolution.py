@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from penstock.attention import ForwardContext
+from penstock.kernels.recurrence import ConvolutionRule
 from penstock.kernels.rotary import Rotation
 from penstock.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear
 from penstock.layers.recurrence.modules import CausalConvolution
@@ -26,10 +27,10 @@ class ShortConvolution(RecurrentMixer):
         self.conv = CausalConvolution([channels], kernel_size, bias=bias)
         self.out_proj = RowParallelLinear(hidden_size, hidden_size, bias=bias, parallel=parallel)
         self.layer = RecurrentState(name=name, convolution=self.conv.state)
-        self._gates, self._offset = (0, channels.size), 2 * channels.size
+        self._rule = ConvolutionRule(offset=2 * channels.size, gates=(0, channels.size))
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
         """rotation: unused; mixers are called as attention is."""
         projected_TX = self.in_proj(context.whole(hidden_TD), context.of_all_tokens())
-        mixed_TX = self.conv(self.layer, projected_TX, context, offset=self._offset, gates=self._gates)
+        mixed_TX = self.conv(self.layer, projected_TX, context, self._rule)
         return self.out_proj(output_rows(mixed_TX, context), context)  # type: ignore[no-any-return]

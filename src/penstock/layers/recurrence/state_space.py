@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.recurrence import ScanParameters, ScanRule
+from penstock.kernels.recurrence import ConvolutionRule, ScanParameters, ScanRule
 from penstock.kernels.rotary import Rotation
 from penstock.layers.parallel_linear import MergedColumnParallelLinear, RowParallelLinear, rows_of_rank
 from penstock.layers.recurrence.modules import CausalConvolution, GatedNorm
@@ -88,6 +88,7 @@ class StateSpaceMixer(RecurrentMixer):
         state_shape = heads.size, sizes.state_size, sizes.head_size
         self.layer = RecurrentState(name=name, convolution=self.conv1d.state, scan=state_shape)
         self._heads = heads
+        self._convolution = ConvolutionRule(offset=channels.size, activation="silu")
         self._rule = ScanRule(
             num_groups=groups.size,
             values=0,
@@ -111,7 +112,7 @@ class StateSpaceMixer(RecurrentMixer):
     def begin(self, hidden_TD: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """Outputs of the recurrence, [T, X], and projections, [T, W], of all tokens, for `finish`."""
         projected_TW = self.in_proj(context.whole(hidden_TD), context.of_all_tokens())
-        mixed_TC = self.conv1d(self.layer, projected_TW, context, offset=self._rule.keys, activation="silu")
+        mixed_TC = self.conv1d(self.layer, projected_TW, context, self._convolution)
         parameters = ScanParameters(self.A_log, self.dt_bias, self.D)
         return scan(self.layer, mixed_TC, projected_TW, context, self._rule, parameters), projected_TW
 
