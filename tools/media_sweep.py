@@ -1,6 +1,6 @@
 """Write docs/media_sweep.md: every model of images and text of the installed Transformers, made tiny and compared.
 
-python tools/media_sweep.py
+python -m tools.media_sweep
 
 It takes some minutes. `tests/tools/test_media_sweep.py` compares the page with one model at a time.
 """
@@ -12,16 +12,16 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-import torch
-import transformers
+from tools.sweep_page import SweepPage, cell
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.media_sweep import NATIVE, class_names, outcome_of
 from support.model_sweep import THROUGH_TRANSFORMERS
 
-PAGE = Path(__file__).parents[1] / "docs/media_sweep.md"
-_HEAD = """\
+PAGE = SweepPage(
+    "media_sweep.md",
+    """\
 # All models of images and text of Transformers {version}
 
 <!-- Written by tools/media_sweep.py. -->
@@ -38,43 +38,27 @@ What the model's processor makes of an image is not part of that. *Text alone*: 
 
 | `model_type` | class | |
 | --- | --- | --- |
-"""
+""",
+)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    rows = {model_type: row(model_type) for model_type in sorted(class_names())}
-    PAGE.write_text(_page(rows), encoding="utf-8")
+    PAGE.write(class_names(), row, _counts)
 
 
 def row(model_type: str) -> str:
     """The table's row. Raises AssertionError for a wrong answer."""
     with tempfile.TemporaryDirectory() as folder:
         outcome = outcome_of(model_type, Path(folder))
-    reason = f": {outcome.reason}" if outcome.reason else ""
-    cell = f"{outcome.kind}{reason}".replace("|", "\\|").replace("\n", " ")
-    return f"| `{model_type}` | {class_names()[model_type]} | {cell} |"
+    return f"| `{model_type}` | {class_names()[model_type]} | {cell(outcome)} |"
 
 
-def rows_of_page() -> dict[str, str]:
-    """Rows by model type, as the page has them."""
-    table = PAGE.read_text(encoding="utf-8").split("| --- |\n", 1)[1]
-    return {line.split("`")[1]: line for line in table.splitlines()}
-
-
-def version_of_page() -> str:
-    """Version of Transformers that the page is about."""
-    return PAGE.read_text(encoding="utf-8").split("\n", 1)[0].rsplit(" ", 1)[-1]
-
-
-def _page(rows: dict[str, str]) -> str:
+def _counts(rows: dict[str, str]) -> str:
     kinds = Counter(line.split(" | ")[2].rstrip(" |").split(":")[0] for line in rows.values())
-    counts = (
+    return (
         f"Of {len(rows)} model types {kinds[NATIVE]} have a native encoder, and {kinds[THROUGH_TRANSFORMERS]} run "
         "through Transformers."
     )
-    return _HEAD.format(version=transformers.__version__, counts=counts) + "\n".join(rows.values()) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write docs/models_sweep.md: every causal language model of the installed Transformers, made tiny and compared.
 
-python tools/models_sweep.py
+python -m tools.models_sweep
 
 It takes some minutes. `tests/tools/test_models_sweep.py` compares the page with one model at a time.
 """
@@ -12,15 +12,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-import transformers
+from tools.sweep_page import SweepPage, cell
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from support.model_sweep import NATIVE, NOT_TRIED, THROUGH_TRANSFORMERS, Outcome, class_names, has_native, outcome_of
 
-PAGE = Path(__file__).parents[1] / "docs/models_sweep.md"
-_HEAD = """\
+PAGE = SweepPage(
+    "models_sweep.md",
+    """\
 # All causal language models of Transformers {version}
 
 <!-- Written by tools/models_sweep.py. -->
@@ -34,14 +34,12 @@ of Transformers, log-probabilities within 1e-4, mixed and chunked prompts, equal
 
 | `model_type` | class | as served by default | with `model_impl="transformers"` |
 | --- | --- | --- | --- |
-"""
+""",
+)
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    rows = {model_type: row(model_type) for model_type in sorted(class_names())}
-    PAGE.write_text(_page(rows), encoding="utf-8")
+    PAGE.write(class_names(), row, _counts)
 
 
 def row(model_type: str) -> str:
@@ -51,19 +49,8 @@ def row(model_type: str) -> str:
         cells = [f"not tried: {NOT_TRIED[model_type]}", ""]
     else:
         impls = ("auto", "transformers") if has_native(model_type) else ("auto",)
-        cells = [_cell(outcome) for outcome in _outcomes(model_type, impls)]
+        cells = [cell(outcome) for outcome in _outcomes(model_type, impls)]
     return f"| `{model_type}` | {class_name} | {cells[0]} | {cells[1] if len(cells) > 1 else ''} |"
-
-
-def rows_of_page() -> dict[str, str]:
-    """Rows by model type, as the page has them."""
-    table = PAGE.read_text(encoding="utf-8").split("| --- |\n", 1)[1]
-    return {line.split("`")[1]: line for line in table.splitlines()}
-
-
-def version_of_page() -> str:
-    """Version of Transformers that the page is about."""
-    return PAGE.read_text(encoding="utf-8").split("\n", 1)[0].rsplit(" ", 1)[-1]
 
 
 def _outcomes(model_type: str, impls: tuple[str, ...]) -> Iterator[Outcome]:
@@ -72,16 +59,10 @@ def _outcomes(model_type: str, impls: tuple[str, ...]) -> Iterator[Outcome]:
             yield outcome_of(model_type, Path(folder), model_impl=impl)
 
 
-def _cell(outcome: Outcome) -> str:
-    reason = f": {outcome.reason}" if outcome.reason else ""
-    return f"{outcome.kind}{reason}".replace("|", "\\|").replace("\n", " ")
-
-
-def _page(rows: dict[str, str]) -> str:
+def _counts(rows: dict[str, str]) -> str:
     defaults = [line.split(" | ")[2] for line in rows.values()]
     native, through = (sum(cell.startswith(kind) for cell in defaults) for kind in (NATIVE, THROUGH_TRANSFORMERS))
-    counts = f"Of {len(rows)} model types {native} run natively, {through} through Transformers."
-    return _HEAD.format(version=transformers.__version__, counts=counts) + "\n".join(rows.values()) + "\n"
+    return f"Of {len(rows)} model types {native} run natively, {through} through Transformers."
 
 
 if __name__ == "__main__":
