@@ -26,13 +26,26 @@ from penstock.models.multimodal.interface import DummyItem, MediaEncoder
 from penstock.models.transformers_fallback.buffers import create_buffers
 
 
-class ImageEncoder(MediaEncoder):
-    """The image's side of a dual encoder: one row per image. model: with the weights."""
+class EncoderOfModel(MediaEncoder):
+    """Encoder whose weights are those of a Transformers model that is loaded beside it.
+
+    model: with the weights. size: elements of a row.
+    """
 
     def __init__(self, model: Any, size: int) -> None:
         super().__init__()
         self._model = (model,)
         self.feature_size = size
+
+    def checkpoint_slots(self) -> dict[str, WeightSlot]:
+        return {}
+
+    def checkpoint_name(self, name: str) -> str | None:
+        return None
+
+
+class ImageEncoder(EncoderOfModel):
+    """The image's side of a dual encoder: one row per image."""
 
     def encode(self, modality: str, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `MediaEncoder`. inputs: pixel_values, [1, channels, height, width]."""
@@ -49,12 +62,6 @@ class ImageEncoder(MediaEncoder):
         (model,) = self._model
         size = model.config.vision_config.image_size
         return DummyItem("image", {"pixel_values": np.zeros((1, 3, size, size), dtype=np.float32)})
-
-    def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        return {}
-
-    def checkpoint_name(self, name: str) -> str | None:
-        return None
 
 
 class ImageOrText(CausalLM):

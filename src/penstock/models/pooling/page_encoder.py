@@ -16,9 +16,8 @@ from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.errors import ModelError
-from penstock.layers.weights import WeightSlot
-from penstock.models.multimodal.interface import DummyItem, MediaEncoder
-from penstock.models.pooling.dual_encoder import ImageOrText
+from penstock.models.multimodal.interface import DummyItem
+from penstock.models.pooling.dual_encoder import EncoderOfModel, ImageOrText
 
 # Beginnings of the names of tensors in checkpoints of other versions of Transformers, and their own names.
 _RENAMES = (
@@ -28,13 +27,8 @@ _RENAMES = (
 )
 
 
-class PageImages(MediaEncoder):
-    """Encoder of pages: the vectors of all tokens of their prompts. model: with the weights."""
-
-    def __init__(self, model: Any, size: int) -> None:
-        super().__init__()
-        self._model = (model,)
-        self.feature_size = size
+class PageImages(EncoderOfModel):
+    """Encoder of pages: the vectors of all tokens of their prompts."""
 
     def encode(self, modality: str, inputs: Mapping[str, Tensor]) -> Tensor:
         """See `MediaEncoder`. inputs: what the model's processor makes of an image, input_ids among them."""
@@ -51,12 +45,6 @@ class PageImages(MediaEncoder):
     def dummy_item(self, most_rows: int) -> DummyItem:
         """See `MediaEncoder`: nothing says how many tokens an image of some size has."""
         return DummyItem("image", {"pixel_values": np.zeros((1, 3, 1, 1), dtype=np.float32)})
-
-    def checkpoint_slots(self) -> dict[str, WeightSlot]:
-        return {}
-
-    def checkpoint_name(self, name: str) -> str | None:
-        return None
 
 
 class PageEncoder(ImageOrText):
