@@ -12,7 +12,7 @@ from penstock.checkpoints.resolve import resolve_metadata_folder
 from penstock.config import ModelConfig
 from penstock.errors import ModelNotFound, UnsupportedModel
 from support.checkpoints import tiny_model
-from support.gguf_files import write_gguf
+from support.gguf_files import finish, write_gguf
 
 _COMMIT = "0123456789012345678901234567890123456789"
 
@@ -64,10 +64,7 @@ def write_encoder(folder: Path) -> Path:
     path = folder / "mmproj-tiny-Q8_0.gguf"
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_tensor("v.patch_embd.weight", np.zeros((2, 32), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -19,7 +19,7 @@ from penstock.errors import CheckpointError, ModelNotFound, UnsupportedFeature, 
 from penstock.loader.gguf.blocks import map_tensors
 from penstock.loader.gguf.tensors import GgufWeights
 from support.checkpoints import save_checkpoint, tiny_model
-from support.gguf_files import FAMILIES, random_blocks, write_gguf
+from support.gguf_files import FAMILIES, finish, random_blocks, write_gguf
 from support.transformers_models import tiny_transformers_model
 
 # Rows of whole blocks of 32; Gemma's scale as it follows from the size.
@@ -77,10 +77,7 @@ def test_blocks_are_dequantised_as_by_the_package_gguf(kind, tmp_path):
     blocks = random_blocks(kind, 4, 512)
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
     writer.add_tensor("blk.0.ffn_down.weight", blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     weights = GgufWeights.find(tmp_path)
     assert weights is not None
     ((name, values),) = weights.iterate()
@@ -127,10 +124,7 @@ def test_factors_of_llama_3_frequencies_are_those_of_its_scaling(tmp_path):
     for add in ("context_length", "embedding_length", "block_count", "head_count", "feed_forward_length"):
         getattr(writer, f"add_{add}")({"context_length": 128, "embedding_length": 64, "head_count": 4}.get(add, 2))
     writer.add_layer_norm_rms_eps(1e-5)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     config = ModelConfig.load(path).hf_config
     found, factor = rope_frequencies(read_rope_parameters(config, head_size=16, num_positions=128))
     assert factor == 1.0
@@ -281,8 +275,5 @@ def _split(path: Path, folder: Path, count: int) -> list[Path]:
             writer.add_uint16("split.count", count)
         for tensor in list(reader.tensors)[number::count]:
             writer.add_tensor(tensor.name, tensor.data)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        finish(writer)
     return paths

@@ -26,7 +26,7 @@ from penstock.loader.loader import load_model
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
 from support.checkpoints import tiny_model
-from support.gguf_files import FAMILIES, quantised, write_gguf
+from support.gguf_files import FAMILIES, finish, quantised, write_gguf
 from support.plain_attention import sequence_logits
 
 pytestmark = pytest.mark.skipif(
@@ -56,10 +56,7 @@ def _file(path: Path, tensors: dict[str, tuple[np.ndarray[Any, Any], Type]]) -> 
     writer = gguf.GGUFWriter(path, "qwen3")
     for name, (blocks, kind) in tensors.items():
         writer.add_tensor(name, blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     weights = GgufWeights.find(path.parent)
     assert weights is not None
     return weights

@@ -20,7 +20,7 @@ from penstock.loader.loader import load_model
 from penstock.loader.tensor_parallel_sizes import UnjoinedGroup
 from penstock.parallel import ParallelState
 from support.checkpoints import tiny_model
-from support.gguf_files import quantised, write_gguf
+from support.gguf_files import finish, quantised, write_gguf
 
 
 @pytest.fixture
@@ -76,10 +76,7 @@ def test_a_part_is_that_part_of_the_whole(change: Change, tmp_path):
     blocks = quantised(np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32), Type.Q8_0)
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_tensor("one", blocks, raw_dtype=Type.Q8_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     (stored,) = map_tensors(read_header(tmp_path / "model.gguf").tensors)
     tensor = LazyTensor(stored, change)
     whole = tensor.clone()

@@ -62,10 +62,7 @@ def write_gguf(
         rounded = torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy())
         weight.copy_(_original(name, rounded, model.config, family))
         writer.add_tensor(stored, blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
@@ -150,3 +147,11 @@ def random_blocks(kind: Type, rows: int, columns: int, seed: int = 0) -> np.ndar
     generator = np.random.default_rng(seed)
     # Bytes below 0x3c make float16 scales up to 1, wherever a type has them.
     return generator.integers(0, 0x3C, (rows, columns // block_size * block_bytes), dtype=np.uint8)
+
+
+def finish(writer: gguf.GGUFWriter) -> None:
+    """Write the file of a writer that has its fields and tensors."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from support.gguf_files import quantised, write_tokens
+from support.gguf_files import finish, quantised, write_tokens
 
 ARCHITECTURES = {
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
@@ -42,10 +42,7 @@ def write_mixture(model: PreTrainedModel, family: str, path: Path, kind: Type = 
             blocks = quantised(part.contiguous().numpy(), chosen)
             part.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, chosen).copy()))
             writer.add_tensor(stored, blocks, raw_dtype=chosen)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from support.gguf_files import quantised, write_tokens
+from support.gguf_files import finish, quantised, write_tokens
 
 ARCHITECTURES = {
     "lfm2": gguf.MODEL_ARCH.LFM2,
@@ -46,10 +46,7 @@ def write_recurrent(model: PreTrainedModel, family: str, path: Path, mlp_kind: T
             if kind is not Type.F32:
                 part.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy()))
             writer.add_tensor(stored, blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 

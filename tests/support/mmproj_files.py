@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
 from support.checkpoints import VOCAB_SIZE
-from support.gguf_files import add, write_gguf
+from support.gguf_files import add, finish, write_gguf
 from support.multimodal_models import IMAGE, VIDEO, VISION_END, VISION_START, tiny_multimodal_model
 
 # By name of a family: architecture of its language model, class of such a model, and kind of projector.
@@ -125,10 +125,7 @@ def write_encoder(
         blocks = gguf.quants.quantize(values, kind)
         weight.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, kind).astype(np.float32)))
         writer.add_tensor(stored, blocks, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return path
 
 
