@@ -38,7 +38,7 @@ def test_messages_arrive_in_order_at_all_receivers() -> None:
 
 
 @pytest.mark.parametrize("who", ["sender", "receiver"])
-def test_nothing_is_left_of_a_message_that_nobody_takes(who: str) -> None:
+def test_nothing_is_left_of_a_message_that_is_not_taken(who: str) -> None:
     before = num_descriptors()
     ours, theirs = Pipe()
     send_message(ours, MESSAGES[1])

@@ -91,7 +91,7 @@ class MediaOptions:
 
 
 def _why_not(name: str, value: Any, default: Any) -> str | None:
-    """What is allowed in the place of a value; None where the value is."""
+    """Description of the allowed values of an option; None for a value that is allowed."""
     if isinstance(default, tuple):
         is_colour = isinstance(value, (list, tuple)) and len(value) == 3 and all(one in range(256) for one in value)
         return None if is_colour else "three numbers of 0 to 255"

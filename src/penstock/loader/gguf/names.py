@@ -266,7 +266,10 @@ class TensorNames:
         return next((change for pattern, change in self.changes.items() if re.fullmatch(pattern, stored)), UNCHANGED)
 
     def join(self, name: str) -> Join:
-        """What makes a tensor, by its name in Transformers, of several. Raises CheckpointError for another tensor."""
+        """Function that joins the parts of a tensor, by its name in Transformers.
+
+        Raises CheckpointError for a tensor that has no parts.
+        """
         found = next((join for pattern, join in self.joins.items() if re.fullmatch(pattern, name)), None)
         if found is None:
             raise CheckpointError(f"The files have {clipped(name)} several times. Download them again.")
