@@ -137,6 +137,32 @@ def test_counts_of_snapshots_are_those_of_the_pool() -> None:
     assert (pool.num_taken, pool.num_evicted, pool.num_snapshots) == (6, 3, 0)
 
 
+def test_no_snapshot_is_found_after_a_reset_or_by_a_new_worker() -> None:
+    driver = driver_of()
+    for lose in (driver.scheduler.reset_prefix_cache, driver.crash):
+        name = lose.__name__
+        cached(driver, f"before {name}", PROMPT)
+        assert cached(driver, f"found {name}", PROMPT) == 28
+        lose()
+        assert states_of(driver).num_snapshots == 0
+        assert cached(driver, f"after {name}", PROMPT) == 0
+        assert driver.scheduler.reset_prefix_cache()
+
+
+def test_borders_that_an_answer_has_passed_are_not_counted_as_kept() -> None:
+    driver = driver_of(num_states=1 + 30)
+    cached(driver, "long", PROMPT, num_output=60)
+    pool = states_of(driver)
+    # Of the prompt, and the last two of the turn.
+    assert (pool.num_evicted, pool.num_snapshots) == (0, 3)
+    assert pool.num_taken > 10
+    # All others make room first.
+    for number in range(4):
+        cached(driver, f"{number}", [number + 1] * 9, num_output=20)
+    assert pool.num_evicted == 0
+    assert cached(driver, "again", PROMPT) == 28
+
+
 def test_stats_count_states_and_blocks_of_positions_apart() -> None:
     driver = driver_of(num_states=1 + 6)
     cached(driver, "ended", PROMPT)
@@ -174,7 +200,9 @@ def test_superseded_snapshots_are_reused_after_empty_blocks_and_before_all_other
     pool.touch([hit])
     pool.free_blocks([hit, held])
     pool.supersede(old, (0, b"another"))
+    pool.supersede(new, new.key)
     pool.check_integrity({})
+    assert (pool.num_taken, pool.num_evicted, pool.num_snapshots) == (4, 0, 2)
     assert pool.get_new_blocks(5) == [empty, new, held, old, hit]
-    assert (pool.num_taken, pool.num_evicted, pool.num_snapshots) == (4, 4, 0)
+    assert (pool.num_taken, pool.num_evicted, pool.num_snapshots) == (4, 2, 0)
     pool.check_integrity(dict.fromkeys((empty, new, held, old, hit), 1))

@@ -34,8 +34,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: usable blocks of token positions. num_used_blocks: held ones. num_cached_blocks: further ones, of the
         prefix cache.
     num_computed_tokens: tokens of all steps so far.
-    num_states: usable blocks of recurrent states. num_used_states: held ones. num_snapshots: states that can be found
-        as a prefix. num_snapshots_taken, num_snapshots_evicted: so far.
+    num_states: usable blocks of recurrent states. num_used_states: held ones. num_snapshots: states that are kept
+        for later requests, without superseded ones. num_snapshots_taken, num_snapshots_evicted: so far; evicted are
+        those that made room before they were superseded.
     """
 
     num_running_reqs: int

@@ -16,7 +16,7 @@ class StatePool(BlockPool):
     a prompt nor of a prefix that requests share: chunks and decoding pass many borders, of which the last one counts.
 
     depths: snapshots by KV cache group and by blocks of their prefix, so that a search tries no other depths.
-    num_taken, num_evicted: snapshots so far.
+    num_taken: snapshots so far. num_evicted: those that made room for others before they were superseded.
     """
 
     def __init__(self, num_blocks: int, steps: StepIds) -> None:
@@ -30,8 +30,8 @@ class StatePool(BlockPool):
 
     @property
     def num_snapshots(self) -> int:
-        """Snapshots that can be found."""
-        return len(self._depth_of)
+        """Snapshots that are kept for later requests. Superseded ones can be found too, until they make room."""
+        return len(self._depth_of) - len(self._superseded) - len(self._marked)
 
     @property
     def num_free_blocks(self) -> int:
@@ -49,7 +49,7 @@ class StatePool(BlockPool):
 
     def supersede(self, block: KVCacheBlock, key: BlockKey | None) -> None:
         """Reuse the block before other snapshots, if it still has this key, once it is free."""
-        if key is None or block.key != key:
+        if key is None or block.key != key or block in self._superseded:
             return
         if block in self._free:
             del self._free[block]
@@ -64,7 +64,7 @@ class StatePool(BlockPool):
             is_last = first is None or first.key is not None
             queue = self._superseded if self._superseded and is_last else self._free
             block, _ = queue.popitem(last=False)
-            self.num_evicted += block.key is not None
+            self.num_evicted += block.key is not None and queue is self._free
             self._forget(block)
             block.ref_count = 1
             blocks.append(block)
@@ -87,7 +87,7 @@ class StatePool(BlockPool):
         cached = {block for block in self.blocks if block.key is not None}
         assert self._depth_of.keys() == cached
         assert self._marked <= cached
-        assert self._superseded.keys() <= cached
+        assert self._superseded.keys() <= cached - self._marked
         assert sum(count.total() for count in self.depths.values()) == len(cached)
 
     def _free_in_order(self) -> list[KVCacheBlock]:

@@ -70,7 +70,7 @@ TABLE: dict[str, Described] = {
         "counter", "Recurrent states kept for later requests, by the current cores.", None
     ),
     "state_snapshots_evicted": Described(
-        "counter", "Recurrent states that made room for others, of the current cores.", None
+        "counter", "Kept recurrent states that made room for others, of the current cores.", None
     ),
     "num_preemptions": Described("counter", "Preemptions of running requests; the loss of a worker or core is one."),
     "spec_decode_num_drafts": Described("counter", "Verified drafts: one per request and step with draft tokens."),
