@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +19,55 @@ ARCHITECTURES = {
     "lfm2_moe": gguf.MODEL_ARCH.LFM2MOE,
     "falcon_h1": gguf.MODEL_ARCH.FALCON_H1,
     "granitemoehybrid": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "bamba": gguf.MODEL_ARCH.GRANITE_HYBRID,
+    "mamba": gguf.MODEL_ARCH.MAMBA,
+    "falcon_mamba": gguf.MODEL_ARCH.MAMBA,
+    "jamba": gguf.MODEL_ARCH.JAMBA,
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
 }
+_SELECTIVE = ("mamba", "falcon_mamba", "jamba")
 _DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _MLP = ("ffn_gate", "ffn_up", "ffn_down")
+_OF_MAMBA = ("ssm_in", "ssm_x", "ssm_dt", "ssm_out")
+_OF_DRAFTING = {
+    "fc": gguf.MODEL_TENSOR.NEXTN_EH_PROJ,
+    "pre_fc_norm_embedding": gguf.MODEL_TENSOR.NEXTN_ENORM,
+    "pre_fc_norm_hidden": gguf.MODEL_TENSOR.NEXTN_HNORM,
+    "norm": gguf.MODEL_TENSOR.NEXTN_SHARED_HEAD_NORM,
+}
 _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 
 
-def write_recurrent(model: PreTrainedModel, family: str, path: Path, mlp_kind: Type = Type.F32) -> Path:
-    """Write a model in float32. mlp_kind: type of the MLPs' matrices, whose values the model then has, too."""
-    config = model.config
+def write_recurrent(model: PreTrainedModel, family: str, path: Path, kind: Type = Type.F32) -> Path:
+    """Write a model in float32. kind: type of the matrices of MLPs and of Mamba, whose values the model then has."""
+    return write_weights(model.state_dict(), model.config, family, path, kind)
+
+
+def write_weights(
+    weights: Mapping[str, Tensor],
+    config: Any,
+    family: str,
+    path: Path,
+    matrices: Type = Type.F32,
+    num_drafting: int = 0,
+) -> Path:
+    """Write weights, likewise. num_drafting: layers for more tokens, whose weights are under `mtp`."""
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHITECTURES[family]])
-    _write_fields(writer, config, family)
+    _write_fields(writer, config, family, config.num_hidden_layers + num_drafting)
+    if num_drafting:
+        writer.add_nextn_predict_layers(num_drafting)
     write_tokens(writer, ("t", "1", "t1"), config.vocab_size)
-    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers)
-    for name, weight in model.state_dict().items():
+    names = gguf.get_tensor_name_map(ARCHITECTURES[family], config.num_hidden_layers + num_drafting)
+    for name, weight in weights.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for stored, part in _stored(name, weight.float(), config, family, names):
-            kind = mlp_kind if stored.rpartition(".")[0].endswith(_MLP) else Type.F32
+            is_matrix = stored.endswith(".weight") and stored.rpartition(".")[0].endswith((*_MLP, *_OF_MAMBA))
+            kind = matrices if is_matrix else Type.F32
             blocks = quantised(part.contiguous().numpy(), kind)
             if kind is not Type.F32:
                 part.copy_(torch.from_numpy(gguf.quants.dequantize(blocks, kind).copy()))
@@ -52,6 +78,13 @@ def write_recurrent(model: PreTrainedModel, family: str, path: Path, mlp_kind: T
 
 def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a weight, under their names in the file."""
+    if name.startswith("mtp."):
+        name = name.replace("mtp.layers.0", f"model.layers.{config.num_hidden_layers}")
+        kind = _OF_DRAFTING.get(name.removeprefix("mtp.").removesuffix(".weight"))
+        if kind is not None:
+            stored = gguf.TENSOR_NAMES[kind].format(bid=config.num_hidden_layers)
+            yield f"{stored}.weight", weight if name == "mtp.fc.weight" else weight + 1
+            return
     layer = name.split(".")[2] if ".layers." in name else ""
     if name.endswith(".experts.gate_up_proj"):
         for kind, half in zip(("w1", "w3"), weight.chunk(2, 1), strict=True):
@@ -70,6 +103,10 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
     if name.endswith(".router.weight"):
         yield f"blk.{layer}.ffn_gate_inp.weight", weight
         return
+    if family == "bamba" and name.endswith((".q_proj.weight", ".k_proj.weight")):
+        # All pairs of a head side by side, whatever part of it rotates.
+        half = config.hidden_size // config.num_attention_heads // 2
+        weight = weight.view(-1, 2, half, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
     if family == "falcon_h1":
         weight = _with_multipliers(name, weight, config)
     if family in _DELTA and name.endswith("norm.weight") and ".linear_attn." not in name:
@@ -86,7 +123,7 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
         weight = weight.squeeze(1)
     if name.endswith(".A_log"):
         weight = -weight.exp()
-    if name.endswith((".A_log", ".D")):
+    if name.endswith((".A_log", ".D")) and family not in _SELECTIVE:
         weight = weight.unsqueeze(1)
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         weight = weight.view(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
@@ -151,21 +188,26 @@ def _with_multipliers(name: str, weight: Tensor, config: Any) -> Tensor:
     return torch.cat([part * factor * config.ssm_in_multiplier for part, factor in parts])
 
 
-def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
+def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str, num_layers: int) -> None:
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    writer.add_block_count(num_layers)
     writer.add_layer_norm_rms_eps(
         getattr(config, "norm_eps", None) or getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
     )
-    if family == "mamba2":
+    if family in ("mamba", "falcon_mamba", "mamba2"):
         writer.add_context_length(2**20)
         writer.add_feed_forward_length(0)
         writer.add_head_count(0)
+    if family in ("mamba", "falcon_mamba"):
+        _write_selective(writer, config.conv_kernel, config.intermediate_size, config.state_size, config.time_step_rank)
+        writer.add_ssm_dt_b_c_rms(family == "falcon_mamba")
+        return
+    if family == "mamba2":
         _write_state_space(writer, config.num_heads, config.head_dim, config.n_groups, config.state_size)
         return
     writer.add_context_length(config.max_position_embeddings)
     writer.add_head_count(config.num_attention_heads)
-    kinds = ["full_attention"] * config.num_hidden_layers if family == "falcon_h1" else config.layer_types
+    kinds = _kinds(config, family)
     if family in _DELTA:
         _write_delta(writer, config)
         return
@@ -178,7 +220,22 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         heads = config.mamba_num_heads, config.mamba_head_dim
         _write_state_space(writer, *heads, config.n_groups, config.ssm_state_size)
         return
+    if family == "jamba":
+        inner_size = config.mamba_expand * config.hidden_size
+        sizes = config.mamba_d_conv, inner_size, config.mamba_d_state, config.mamba_dt_rank
+        _write_selective(writer, *sizes)
+        writer.add_feed_forward_length(config.intermediate_size)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        return
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if family == "bamba":
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads // 2)
+        writer.add_rope_scaling_finetuned(True)
+        writer.add_feed_forward_length(config.intermediate_size)
+        heads = config.mamba_n_heads, config.mamba_d_head
+        _write_state_space(writer, *heads, config.mamba_n_groups, config.mamba_d_state)
+        return
     if family == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(False)
         writer.add_embedding_scale(config.embedding_multiplier)
@@ -209,6 +266,24 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str) -> None:
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
         writer.add_leading_dense_block_count(config.num_dense_layers)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _kinds(config: Any, family: str) -> list[str]:
+    """Kind of each layer; other ones than attention may have any name."""
+    layers = range(config.num_hidden_layers)
+    if family == "bamba":
+        return ["full_attention" if layer in config.attn_layer_indices else "" for layer in layers]
+    if family == "jamba":
+        period, offset = config.attn_layer_period, config.attn_layer_offset
+        return ["full_attention" if layer % period == offset else "" for layer in layers]
+    return ["full_attention"] * len(layers) if family == "falcon_h1" else config.layer_types
+
+
+def _write_selective(writer: gguf.GGUFWriter, num_taps: int, inner_size: int, state_size: int, rank: int) -> None:
+    writer.add_ssm_conv_kernel(num_taps)
+    writer.add_ssm_inner_size(inner_size)
+    writer.add_ssm_state_size(state_size)
+    writer.add_ssm_time_step_rank(rank)
 
 
 def _write_delta(writer: gguf.GGUFWriter, config: Any) -> None:

@@ -40,7 +40,7 @@ def write_qwen_mtp(folder: Path, family: str, *, are_stacked: bool = False, **ov
     return oracle
 
 
-def write_agreeing_mtp(folder: Path, family: str) -> None:
+def write_agreeing_mtp(folder: Path, family: str, **overrides: Any) -> None:
     """Write a tiny model with an MTP layer, both of which mostly go on from the last token alone.
 
     family: also "qwen3.5", the language model of a multimodal checkpoint.
@@ -49,7 +49,7 @@ def write_agreeing_mtp(folder: Path, family: str) -> None:
         write_agreeing_mtp(folder, "qwen3_5")
         make_multimodal(folder)
         return
-    write_qwen_mtp(folder, family)
+    write_qwen_mtp(folder, family, **overrides)
     path = folder / "model.safetensors"
     weights = load_file(path)
     size = weights["model.norm.weight"].shape[0]

@@ -16,6 +16,11 @@ def _kinds(metadata: Metadata, other: str) -> list[str]:
     return [_ATTENTION if heads else other for heads in metadata.by_layer(_KV_HEADS)]
 
 
+def _with_attention(metadata: Metadata) -> list[int]:
+    """Numbers of the layers with attention."""
+    return [layer for layer, heads in enumerate(metadata.by_layer(_KV_HEADS)) if heads]
+
+
 def _state_space(metadata: Metadata) -> dict[str, Any]:
     """Sizes of state-space layers, under the names of Granite and Falcon-H1."""
     num_heads, inner_size = metadata.size(".ssm.time_step_rank"), metadata.size(".ssm.inner_size")
@@ -68,14 +73,30 @@ def _falcon_h1(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]
     }
 
 
+def is_bamba(metadata: Metadata) -> bool:
+    """Whether a file with the architecture of Granite 4's hybrids is one of Bamba, which has rotary embedding."""
+    rotates: bool = metadata.get(".rope.scaling.finetuned", bool, False)
+    return rotates
+
+
 def _granite_hybrid(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite 4. Bamba's files have the same architecture, and rotary embedding."""
-    if metadata.get(".rope.scaling.finetuned", bool, False):
-        raise metadata.unsupported("rope.scaling.finetuned=true, which Bamba has", "false")
-    fields = {
+    """Granite 4's hybrids, and Bamba."""
+    hybrid = {
         **{name: value for name, value in decoder.items() if name != "partial_rotary_factor"},
         **_state_space(metadata),
         "mamba_expand": metadata.size(".ssm.inner_size") // decoder["hidden_size"],
+    }
+    if is_bamba(metadata):
+        return {
+            **hybrid,
+            "architectures": ["BambaForCausalLM"],
+            "model_type": "bamba",
+            "attn_layer_indices": _with_attention(metadata),
+            "attention_bias": metadata.has_tensor("attn_q.bias"),
+            "mlp_bias": metadata.has_tensor("ffn_up.bias"),
+        }
+    fields = {
+        **hybrid,
         "layer_types": _kinds(metadata, _STATE_SPACE),
         "position_embedding_type": None,
         "embedding_multiplier": metadata.get(".embedding_scale", float, 1.0),
@@ -93,6 +114,60 @@ def _granite_hybrid(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str,
         "num_experts_per_tok": metadata.size(".expert_used_count"),
         "shared_intermediate_size": metadata.size(".expert_shared_feed_forward_length"),
     }
+
+
+def _mamba(metadata: Metadata) -> dict[str, Any]:
+    """Mamba, and Falcon-Mamba, which has norms on steps, keys and queries."""
+    name, model_type = "MambaForCausalLM", "mamba"
+    if metadata.get(".ssm.dt_b_c_rms", bool, False):
+        name, model_type = "FalconMambaForCausalLM", "falcon_mamba"
+    return {
+        "architectures": [name],
+        "model_type": model_type,
+        "hidden_size": metadata.size(".embedding_length"),
+        "num_hidden_layers": metadata.size(".block_count"),
+        "layer_norm_epsilon": metadata.required(".attention.layer_norm_rms_epsilon", float),
+        "intermediate_size": metadata.size(".ssm.inner_size"),
+        "state_size": metadata.size(".ssm.state_size"),
+        "time_step_rank": metadata.size(".ssm.time_step_rank"),
+        "conv_kernel": metadata.size(".ssm.conv_kernel"),
+        "use_conv_bias": metadata.has_tensor("ssm_conv1d.bias"),
+        "use_bias": metadata.has_tensor("ssm_in.bias"),
+    }
+
+
+def _jamba(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    num_layers = len(metadata.by_layer(_KV_HEADS))
+    with_experts = [layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate_inp.weight" in metadata.tensors]
+    fields = {
+        **decoder,
+        **_period(metadata, "attn_layer", _with_attention(metadata), num_layers),
+        "mamba_expand": metadata.size(".ssm.inner_size") // decoder["hidden_size"],
+        "mamba_d_state": metadata.size(".ssm.state_size"),
+        "mamba_dt_rank": metadata.size(".ssm.time_step_rank"),
+        "mamba_d_conv": metadata.size(".ssm.conv_kernel"),
+        "mamba_conv_bias": metadata.has_tensor("ssm_conv1d.bias"),
+        "mamba_proj_bias": metadata.has_tensor("ssm_in.bias"),
+        "num_experts": 1,
+    }
+    if not with_experts:
+        return fields
+    return {
+        **fields,
+        **_period(metadata, "expert_layer", with_experts, num_layers),
+        "num_experts": metadata.size(".expert_count"),
+        "num_experts_per_tok": metadata.size(".expert_used_count"),
+    }
+
+
+def _period(metadata: Metadata, name: str, layers: list[int], num_layers: int) -> dict[str, int]:
+    """Fields of every layer in so many. Raises UnsupportedFeature for layers that are not."""
+    # One alone, and none, are of a period that no other layer fits.
+    period = layers[1] - layers[0] if len(layers) > 1 else num_layers + 1
+    offset = layers[0] if layers else num_layers
+    if layers != list(range(offset, num_layers, period)) or offset >= period:
+        raise metadata.unsupported(f"{name}s {layers}", "every layer in so many")
+    return {f"{name}_period": period, f"{name}_offset": offset}
 
 
 def _mamba2(metadata: Metadata) -> dict[str, Any]:
@@ -130,16 +205,25 @@ def _nemotron_h(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+def num_target_layers(metadata: Metadata) -> int:
+    """Layers without the one for more tokens (MTP), which is the last. Raises UnsupportedFeature for several."""
+    num_drafting: int = metadata.get(".nextn_predict_layers", int, 0)
+    if num_drafting not in (0, 1):
+        raise metadata.unsupported(f"nextn_predict_layers={num_drafting}", "0 and 1")
+    return metadata.size(".block_count") - num_drafting
+
+
 def _delta(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
     """Qwen3.5. Layers without attention have no projection of keys alone."""
-    if num_drafting := metadata.get(".nextn_predict_layers", int, 0):
-        raise metadata.unsupported(f"nextn_predict_layers={num_drafting}", "files without layers for more tokens")
     num_heads = metadata.size(".ssm.time_step_rank")
     # As many layers as have tensors, since a damaged file may claim any number.
-    num_layers = min(metadata.size(".block_count"), len(metadata.tensors))
+    num_target = num_target_layers(metadata)
+    num_layers = min(num_target, len(metadata.tensors))
     has_attention = [f"blk.{layer}.attn_k.weight" in metadata.tensors for layer in range(num_layers)]
     return {
         **decoder,
+        "num_hidden_layers": num_target,
+        "mtp_num_hidden_layers": metadata.size(".block_count") - num_target,
         "linear_num_key_heads": metadata.size(".ssm.group_count"),
         "linear_num_value_heads": num_heads,
         "linear_key_head_dim": metadata.size(".ssm.state_size"),
@@ -167,6 +251,7 @@ def _delta_with_experts(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[
 RECURRENT: Mapping[str, tuple[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]]] = {
     "falcon-h1": ("FalconH1ForCausalLM", _falcon_h1),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", _granite_hybrid),
+    "jamba": ("JambaForCausalLM", _jamba),
     "lfm2": ("Lfm2ForCausalLM", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2moe),
     "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
@@ -176,5 +261,6 @@ RECURRENT: Mapping[str, tuple[str, Callable[[Metadata, Mapping[str, Any]], dict[
 }
 # Likewise without attention, from the metadata alone.
 WITHOUT_ATTENTION: Mapping[str, tuple[str, Callable[[Metadata], dict[str, Any]]]] = {
-    "mamba2": ("Mamba2ForCausalLM", _mamba2)
+    "mamba": ("MambaForCausalLM", _mamba),
+    "mamba2": ("Mamba2ForCausalLM", _mamba2),
 }

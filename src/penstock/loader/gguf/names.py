@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from penstock.checkpoints.gguf.container import TensorInfo
 from penstock.checkpoints.gguf.fields import Metadata
+from penstock.checkpoints.gguf.recurrent_fields import is_bamba, num_target_layers
 from penstock.checkpoints.json_file import clipped
 from penstock.errors import CheckpointError, UnsupportedModel
 from penstock.loader.gguf.changes import (
@@ -133,6 +134,13 @@ def _state_space(module: str) -> dict[str, str]:
     }
 
 
+def _selective(module: str) -> dict[str, str]:
+    """Layers of Mamba, likewise."""
+    return {**_state_space(module), "ssm_x": f"{module}.x_proj", "ssm_dt": f"{module}.dt_proj"} | {
+        "ssm_dt.bias": f"{module}.dt_proj.bias"
+    }
+
+
 _FALCON_H1 = {
     **_DECODER,
     **_state_space("mamba"),
@@ -143,12 +151,32 @@ _FALCON_H1 = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
-_MAMBA2 = {
-    **_state_space("mixer"),
+_BACKBONE = {
     "token_embd": "backbone.embeddings",
     "output_norm": "backbone.norm_f",
     "output": "lm_head",
     "attn_norm": "norm",
+}
+# Layers of Bamba and Jamba.
+_COMMON = {
+    **_DECODER,
+    "output_norm": "model.final_layernorm",
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+_BAMBA = {**_COMMON, **_state_space("mamba")}
+_JAMBA = {
+    **_COMMON,
+    **_selective("mamba"),
+    "ssm_dt_norm": "mamba.dt_layernorm",
+    "ssm_b_norm": "mamba.b_layernorm",
+    "ssm_c_norm": "mamba.c_layernorm",
+    "ffn_gate_inp": "feed_forward.router",
+    "ffn_gate_exps": "feed_forward.experts.*.gate_proj",
+    "ffn_up_exps": "feed_forward.experts.*.up_proj",
+    "ffn_down_exps": "feed_forward.experts.*.down_proj",
 }
 _NEMOTRON_H = {
     **_state_space("mixer"),
@@ -182,10 +210,27 @@ _DELTA_BY_KEY_HEAD = {
     **dict.fromkeys(("attn_qkv", "attn_gate", "ssm_in"), "linear_attn.in_proj_qkvz"),
     "ssm_ba": "linear_attn.in_proj_ba",
 }
+# The layer for more tokens of Qwen3.5.
+_MTP = {
+    **{part: f"mtp.layers.0.{module}" for part, module in _QWEN2_MOE.items()},
+    "post_attention_norm": "mtp.layers.0.post_attention_layernorm",
+    "nextn.eh_proj": "mtp.fc",
+    "nextn.enorm": "mtp.pre_fc_norm_embedding",
+    "nextn.hnorm": "mtp.pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "mtp.norm",
+}
 # Norms of Qwen3-Next and Qwen3.5 that are stored less one in checkpoints.
 _NORMS = r"(?!.*\.ssm_norm).*norm\.weight"
-_RECURRENT = {"lfm2": _LFM2, "lfm2moe": _LFM2, "falcon-h1": _FALCON_H1, "mamba2": _MAMBA2, "nemotron_h": _NEMOTRON_H}
-_LAYERS = {"mamba2": "backbone.layers"}
+_RECURRENT = {
+    "falcon-h1": _FALCON_H1,
+    "jamba": _JAMBA,
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
+    "mamba": {**_BACKBONE, **_selective("mixer")},
+    "mamba2": {**_BACKBONE, **_state_space("mixer")},
+    "nemotron_h": _NEMOTRON_H,
+}
+_LAYERS = dict.fromkeys(("mamba", "mamba2"), "backbone.layers")
 # Files have the pairs of queries and keys side by side, as Llama's: in both alike, and nothing rotates them.
 _GRANITE_HYBRID = {
     **_DECODER,
@@ -203,7 +248,7 @@ _GRANITE_HYBRID = {
     "ffn_down_exps": "block_sparse_moe.experts.*.down_proj",
 }
 _CONVOLUTION = re.compile(r".*\.(ssm_conv1d|shortconv\.conv)\.weight")
-_VECTOR = re.compile(r".*\.(ssm_a|ssm_d|ssm_norm\.weight)")
+_COLUMN, _GROUPED = re.compile(r".*\.ssm_[ad]"), re.compile(r".*\.ssm_norm\.weight")
 _ONE_ROW = ".ffn_gate_inp_shexp.weight"
 _MIXTURES = {"qwen2moe": _QWEN2_MOE, "qwen3moe": _EXPERTS, "gpt-oss": _GPT_OSS, "deepseek2": _DEEPSEEK2}
 _LAYER = re.compile(r"(?P<tower>v\.)?blk\.(?P<layer>\d+)\.(?P<part>.+)")
@@ -217,10 +262,12 @@ _NOT_WEIGHTS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_s
 class TensorNames:
     """Names and changes of one architecture. parts: by module name in GGUF, or by that of a tensor.
 
-    layers: prefix of a layer's modules. changes: by regular expression for names in GGUF. repeated: regular expression
-    for tensors whose values are in others too. joins: by regular expression for names in Transformers, what makes
-    such a tensor of several in the file. A name with a star is of a tensor for each index of the first dimension.
-    encoder: names of the tensors of an encoder of images beside the language model.
+    layers: prefix of a layer's modules; empty for parts with whole names. changes: by regular expression for names
+    in GGUF. repeated: regular expression for tensors whose values are in others too. joins: by regular expression for
+    names in Transformers, what makes such a tensor of several in the file. A name with a star is of a tensor for each
+    index of the first dimension.
+    encoder: names of the tensors of an encoder of images beside the language model. drafting: of those of a layer for
+    more tokens (MTP), and its number.
     """
 
     parts: Mapping[str, str]
@@ -229,10 +276,15 @@ class TensorNames:
     repeated: str = r"(?!)"
     joins: Mapping[str, Join] = field(default_factory=lambda: {r".*\.kv_b_proj\.weight": latent_projection})
     encoder: TensorNames | None = None
+    drafting: tuple[int, TensorNames] | None = None
 
     def of(self, stored: str) -> TensorNames:
-        """The names that have a tensor: these, or the encoder's."""
-        return self if self.encoder is None or not stored.startswith(_OF_ENCODERS) else self.encoder
+        """The names that have a tensor: these, the encoder's, or those of a layer for more tokens."""
+        if self.encoder is not None and stored.startswith(_OF_ENCODERS):
+            return self.encoder
+        if self.drafting is not None and stored.startswith(f"blk.{self.drafting[0]}."):
+            return self.drafting[1]
+        return self
 
     def shaped(self, tensor: TensorInfo) -> TensorInfo:
         """The tensor's description in the shape of Transformers.
@@ -246,7 +298,8 @@ class TensorNames:
             return tensor
         if _CONVOLUTION.fullmatch(tensor.name):
             return replace(tensor, shape=(tensor.shape[0], 1, tensor.shape[1]))
-        is_vector = _VECTOR.fullmatch(tensor.name) is not None
+        is_column = _COLUMN.fullmatch(tensor.name) is not None and tensor.shape[1] == 1
+        is_vector = is_column or _GROUPED.fullmatch(tensor.name) is not None
         return replace(tensor, shape=(math.prod(tensor.shape),)) if is_vector else tensor
 
     def name(self, stored: str) -> str | None:
@@ -258,7 +311,7 @@ class TensorNames:
         module, _, kind = tensor.rpartition(".")
         if module not in self.parts and tensor not in self.parts:
             return stored
-        prefix = f"{self.layers}.{match['layer']}." if match else ""
+        prefix = f"{self.layers}.{match['layer']}." if match and self.layers else ""
         return prefix + self.parts.get(tensor, f"{self.parts.get(module)}.{kind}")
 
     def change(self, stored: str) -> Change:
@@ -299,21 +352,23 @@ def names_of(metadata: Metadata) -> TensorNames:
     if architecture in _RECURRENT:
         changes = {r"blk\.\d+\.ssm_a": LogOfNegative()}
         return TensorNames(_RECURRENT[architecture], layers=_LAYERS.get(architecture, "model.layers"), changes=changes)
+    if architecture == "granitehybrid" and is_bamba(metadata):
+        of_bamba = {r"blk\.\d+\.ssm_a": LogOfNegative(), **_pairs(metadata, metadata.size(".embedding_length"))}
+        return TensorNames(_BAMBA, changes=of_bamba)
     if architecture == "granitehybrid":
         of_hybrid: dict[str, Change] = {r"blk\.\d+\.ssm_a": LogOfNegative()}
         return TensorNames(_GRANITE_HYBRID, changes=of_hybrid, joins={r".*\.input_linear\.weight": concatenated})
     if architecture == "qwen3next":
         join = ByKeyHead(metadata.size(".ssm.group_count"), metadata.size(".ssm.state_size"))
         of_delta: dict[str, Change] = {_NORMS: MinusOne(), r"blk\.\d+\.ssm_a": LogOfNegative()}
-        return TensorNames(_DELTA_BY_KEY_HEAD, changes=of_delta, joins={r".*\.in_proj_qkvz\.weight": join})
+        joins = {r".*\.in_proj_qkvz\.weight": join}
+        return _with_drafting(metadata, TensorNames(_DELTA_BY_KEY_HEAD, changes=of_delta, joins=joins))
     if architecture in ("qwen35", "qwen35moe"):
-        return TensorNames(_DELTA, changes=_changes_of_heads(metadata))
+        return _with_drafting(metadata, TensorNames(_DELTA, changes=_changes_of_heads(metadata)))
     if architecture == "olmo2":
         return TensorNames(_FOUR_NORMS)
     if architecture == "llama":
-        of_queries = metadata.num_rows("blk.0.attn_q.weight") // metadata.size(".attention.head_count")
-        head_size = metadata.size(".attention.key_length", max(of_queries, 1))
-        return TensorNames(_DECODER, changes={r"blk\.\d+\.attn_[qk]\..*": PairsInHalves(head_size)})
+        return TensorNames(_DECODER, changes=_pairs(metadata, metadata.num_rows("blk.0.attn_q.weight")))
     if architecture == "phi3":
         return TensorNames({**_DECODER, "ffn_up": "mlp.gate_up_proj"})
     if architecture == "starcoder2":
@@ -327,6 +382,18 @@ def names_of(metadata: Metadata) -> TensorNames:
         f"{metadata.name} has general.architecture={architecture!r}, whose tensors have no names here. Take the "
         "safetensors of the model."
     )
+
+
+def _with_drafting(metadata: Metadata, names: TensorNames) -> TensorNames:
+    """Names of a model with those of its layer for more tokens, which has the same changes."""
+    return replace(names, drafting=(num_target_layers(metadata), replace(names, parts=_MTP, layers="")))
+
+
+def _pairs(metadata: Metadata, num_features: int) -> dict[str, Change]:
+    """Changes of queries and keys of Llama. num_features: of all query heads."""
+    of_queries = num_features // metadata.size(".attention.head_count")
+    head_size = metadata.size(".attention.key_length", max(of_queries, 1))
+    return {r"blk\.\d+\.attn_[qk]\..*": PairsInHalves(head_size)}
 
 
 def _changes_of_heads(metadata: Metadata) -> dict[str, Change]:
