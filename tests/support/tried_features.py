@@ -6,11 +6,13 @@ import asyncio
 import dataclasses
 import math
 import os
+import shutil
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock import (
@@ -81,6 +83,21 @@ def write_model(folder: Path, *, seed: int = 0) -> Path:
     tiny_checkpoint(
         folder, vocab_size=VOCAB_SIZE, head_dim=16, num_key_value_heads=1, num_hidden_layers=LAYERS, seed=seed
     )
+    write_tokenizer(folder, byte_level_tokenizer())
+    return folder
+
+
+def write_hybrid(folder: Path, family: str = "granitemoehybrid", **sizes: Any) -> Path:
+    """With recurrent layers, and attention with one KV head in the second and the last of the layers."""
+    kinds = ["linear_attention"] * LAYERS
+    kinds[1] = kinds[-1] = "full_attention"
+    sizes = {
+        "vocab_size": VOCAB_SIZE,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": 1,
+        "layer_types": kinds,
+    } | sizes
+    tiny_checkpoint(folder, family, **sizes)
     write_tokenizer(folder, byte_level_tokenizer())
     return folder
 
@@ -273,7 +290,14 @@ def sharded_state(engine: Engine) -> Any:
 
 def new_weights(engine: Engine) -> Any:
     before = engine.tokens(PROMPTS[:2], greedy(8))
-    other = write_model(engine.folder / f"other_{os.getpid()}", seed=5)
+    other = engine.folder / f"other_{os.getpid()}"
+    shutil.copytree(engine.model, other)
+    weights = load_file(other / "model.safetensors")
+    save_file(
+        {name: weight.flip(0).contiguous() for name, weight in weights.items()},
+        other / "model.safetensors",
+        {"format": "pt"},
+    )
     engine.core.collective_rpc(RpcCall("reload_weights", (str(other),)))
     found = engine.tokens(PROMPTS[:2], greedy(8))
     engine.core.collective_rpc(RpcCall("reload_weights", (str(engine.model),)))

@@ -59,6 +59,7 @@ from support.tried_features import (
     plain,
     sampled,
     started,
+    write_hybrid,
     write_model,
 )
 
@@ -202,6 +203,10 @@ def with_latents(folder: Path) -> Path:
     return tiny_checkpoint(folder, "deepseek_v3", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
 
 
+def without_attention(folder: Path) -> Path:
+    return tiny_checkpoint(folder, "mamba2", vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS).folder
+
+
 def with_mtp_layer(folder: Path) -> Path:
     return write_mimo(folder, vocab_size=VOCAB_SIZE, num_hidden_layers=LAYERS, num_key_value_heads=1)
 
@@ -265,6 +270,8 @@ WAYS = {
     "attention sinks": Way(model=gpt_oss),
     "Transformers models": Way(model=of_transformers),
     "latent attention": Way(model=with_latents),
+    "recurrent and hybrid models": Way(model=write_hybrid),
+    "models without attention": Way(model=without_attention),
     "bfloat16 weights": Way(always(dtype="bfloat16", cpu_arithmetic="float32")),
     "bfloat16 arithmetic": Way(always(dtype="bfloat16", cpu_arithmetic="bfloat16"), off_by=0.05),
     # Stages round to nearest, since none of them can calibrate.
@@ -317,6 +324,8 @@ SETS = (
     ("encoder-decoder models",),
     ("Transformers models",),
     ("latent attention",),
+    ("recurrent and hybrid models",),
+    ("models without attention",),
     ("MTP",),
     ("EAGLE",),
     ("EAGLE-3",),

@@ -73,7 +73,11 @@ _MODELS = {
     "WhisperForConditionalGeneration": "penstock.models.whisper",
 }
 # Those with latent attention (MLA).
-LATENT_ATTENTION = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"})
+LATENT_ATTENTION = frozenset(
+    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "KimiLinearForCausalLM"}
+)
+# Those of recurrent layers alone.
+WITHOUT_ATTENTION = frozenset({"FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"})
 # Architectures of draft heads, by method and target, whatever their own `config.json` says.
 _DRAFT_HEADS = {
     "EagleLlamaForCausalLM": "penstock.models.eagle",

@@ -6,7 +6,7 @@ Everything else works with everything. `penstock env --capabilities` and docs/ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 from penstock.config import EngineConfig
@@ -71,10 +71,22 @@ def _transformers(config: EngineConfig) -> str | None:
 
 
 def _latents(config: EngineConfig) -> str | None:
-    from penstock.models.registry import LATENT_ATTENTION, runs_through_transformers
+    from penstock.models.registry import LATENT_ATTENTION
+
+    return _native_one_of(LATENT_ATTENTION, config)
+
+
+def _without_attention(config: EngineConfig) -> str | None:
+    from penstock.models.registry import WITHOUT_ATTENTION
+
+    return _native_one_of(WITHOUT_ATTENTION, config)
+
+
+def _native_one_of(architectures: Container[str], config: EngineConfig) -> str | None:
+    from penstock.models.registry import runs_through_transformers
 
     architecture = config.model.architecture
-    is_native = architecture in LATENT_ATTENTION and not runs_through_transformers(config.model)
+    is_native = architecture in architectures and not runs_through_transformers(config.model)
     return architecture if is_native else None
 
 
@@ -138,6 +150,7 @@ ASYNC_ENGINE = Option("AsyncEngine", lambda _: "AsyncEngine")
 TRANSFORMERS = Option("Transformers models", _transformers)
 GPT2 = Option("GPT-2", lambda config: name if (name := config.model.architecture) == "GPT2LMHeadModel" else None)
 LATENTS = Option("latent attention", _latents)
+WITHOUT_ATTENTION = Option("models without attention", _without_attention)
 INT8_CACHE = Option("int8 KV cache", _int8_cache)
 SINKS = Option(
     "attention sinks", lambda config: name if (name := config.model.architecture) == "GptOssForCausalLM" else None
@@ -193,6 +206,11 @@ REFUSALS = (
     Refusal(
         (DCP, LATENTS),
         "its cache of latents is not sharded by positions yet",
+        "Leave decode_context_parallel_size out.",
+    ),
+    Refusal(
+        (DCP, WITHOUT_ATTENTION),
+        "its recurrent states are not sharded by positions, and it has no KV cache that would be",
         "Leave decode_context_parallel_size out.",
     ),
     Refusal(
