@@ -194,7 +194,7 @@ def _product(num_outputs: int, num_inputs: int) -> Callable[[Tensor], Tensor]:
     """A product with a random weight in bfloat16, as layers compute it."""
     assert NATIVE is not None, "the C++ kernels are not built"
     kernels = NATIVE
-    layout = kernels.bfloat16_layout if kernels.has_bfloat16_products else None
+    layout = kernels.bfloat16_layout if kernels.prefers_bfloat16 else None
     packed = kernels.pack_weight(torch.randn(num_outputs, num_inputs).bfloat16(), bfloat16=layout)
     return lambda x_TI: kernels.linear(x_TI, packed, num_outputs, None)
 

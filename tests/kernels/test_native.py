@@ -221,7 +221,7 @@ def test_the_arithmetic_of_another_processor_is_taken_by_name(kernels: NativeKer
     loaded = load_native_kernels(f"{name}+{arithmetic}")
     assert loaded is not None
     assert loaded.instruction_set.name == name
-    assert loaded.has_bfloat16_products == (arithmetic == "bfloat16")
+    assert loaded.prefers_bfloat16 == (arithmetic == "bfloat16")
 
 
 @pytest.mark.parametrize("requested", ["generic+int8", "generic+", "torch+bfloat16", "mmx+float32"])

@@ -47,8 +47,8 @@ def logits_of(model: CausalLM) -> Tensor:
     return sequence_logits(model, [TOKENS])[0]
 
 
-def has_instructions(has: bool) -> Callable[[pytest.MonkeyPatch], None]:
-    return lambda patch: patch.setattr("penstock.kernels.native.NativeKernels.has_bfloat16_products", has)
+def prefers_bfloat16(has: bool) -> Callable[[pytest.MonkeyPatch], None]:
+    return lambda patch: patch.setattr("penstock.kernels.native.NativeKernels.prefers_bfloat16", has)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def has_instructions(has: bool) -> Callable[[pytest.MonkeyPatch], None]:
 def test_the_processor_and_the_option_choose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: bool, cpu_arithmetic: str, expected: type
 ) -> None:
-    has_instructions(has)(monkeypatch)
+    prefers_bfloat16(has)(monkeypatch)
     assert methods(load(checkpoint(tmp_path, cpu_arithmetic=cpu_arithmetic))) == {expected}
 
 
@@ -71,7 +71,7 @@ def test_the_processor_and_the_option_choose(
 def test_other_weights_are_multiplied_in_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
 ) -> None:
-    has_instructions(True)(monkeypatch)
+    prefers_bfloat16(True)(monkeypatch)
     assert methods(load(tiny_checkpoint(tmp_path), dtype)) == {NativeMethod}
 
 
@@ -101,7 +101,7 @@ def test_log_probabilities_are_closer_to_float32_than_those_of_transformers_in_b
 def test_an_engine_says_so_and_its_matrices_take_the_bytes_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    has_instructions(True)(monkeypatch)
+    prefers_bfloat16(True)(monkeypatch)
     config = checkpoint(tmp_path, vocab_size=160, intermediate_size=128)  # full panels, so no padding
     with caplog.at_level(logging.INFO):
         core = make_core(tmp_path)
@@ -118,7 +118,7 @@ def test_tiles_are_packed_and_named_where_the_processor_has_them(
 ) -> None:
     """Emulated: a processor without AMX computes the same bits."""
     assert NATIVE is not None
-    has_instructions(True)(monkeypatch)
+    prefers_bfloat16(True)(monkeypatch)
     by_pairs = logits_of(load(checkpoint(tmp_path)))
     monkeypatch.setattr(NATIVE, "instruction_set", replace(NATIVE.instruction_set, has_tiles=True))
     model = load(checkpoint(tmp_path))
@@ -148,7 +148,9 @@ def test_a_reason_not_to_use_tiles_is_in_the_log_once(
 def test_without_instructions_the_log_says_that_they_are_emulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    has_instructions(False)(monkeypatch)
+    assert NATIVE is not None
+    without = replace(NATIVE.instruction_set, has_bfloat16_products=False, has_tiles=False)
+    monkeypatch.setattr(NATIVE, "instruction_set", without)
     checkpoint(tmp_path)
     with caplog.at_level(logging.INFO):
         make_core(tmp_path, cpu_arithmetic="bfloat16").close()

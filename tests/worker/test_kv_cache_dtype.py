@@ -50,7 +50,7 @@ def test_a_running_engine_has_the_planned_cache_and_says_so(
     options: dict[str, Any],
     is_narrow: bool,
 ) -> None:
-    monkeypatch.setattr("penstock.kernels.native.NativeKernels.has_bfloat16_products", True)
+    monkeypatch.setattr("penstock.kernels.native.NativeKernels.prefers_bfloat16", True)
     options = {"load_format": "dummy", "dtype": "bfloat16", **options}
     planned = plan_engine(str(folder), **options, **SMALL)
     with caplog.at_level("INFO", logger="penstock"):

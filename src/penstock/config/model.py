@@ -82,7 +82,7 @@ class ModelConfig:
     dtype: dtype of the weights, and on a GPU of activations; "auto" is the checkpoint's.
     cpu_arithmetic: arithmetic of matrix products with bfloat16 weights on the CPU, and of attention over a bfloat16 KV
     cache beside them: "float32" widens what is bfloat16, which is exact; "bfloat16" rounds activations to bfloat16 and
-    adds in float32; "auto" is "bfloat16" on a processor with instructions for it.
+    adds in float32; "auto" is "bfloat16" on a processor that is faster in it.
     batch_invariant: on a GPU, products and attention whose results for a request depend on no other request and on no
     chunk size, which cost speed; on the CPU they never do.
     moe_backend: products of experts on a GPU: "auto" has one Triton launch for those of all experts, where its kernels

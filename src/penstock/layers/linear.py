@@ -227,7 +227,7 @@ def choose_linear_method(
     """
     is_ours = is_on_cpu(weight_OI) and (compute_dtype or weight_OI.dtype) is torch.float32 and not uses_torch_products()
     if NATIVE is not None and is_ours:
-        is_wanted = cpu_arithmetic == "bfloat16" or (cpu_arithmetic == "auto" and NATIVE.has_bfloat16_products)
+        is_wanted = cpu_arithmetic == "bfloat16" or (cpu_arithmetic == "auto" and NATIVE.prefers_bfloat16)
         takes_pairs = weight_OI.dtype is torch.bfloat16 and weight_OI.shape[1] % 2 == 0
         return NativeBfloat16Method(NATIVE) if is_wanted and takes_pairs else NativeMethod(NATIVE)
     return OneDnnMethod() if packing_pays(weight_OI) else PlainMethod()

@@ -6,7 +6,7 @@
 | PENSTOCK_API_KEY | API key of `penstock serve`; several are separated by commas |
 | PENSTOCK_PLUGINS | comma-separated names of the entry points to load as plugins; unset loads all, empty none |
 | PENSTOCK_CPU_KERNELS | kernels on the CPU: auto (default), torch, or an instruction set: amx, avx512, avx2, generic |
-| | and +bfloat16 or +float32 behind it: as on a CPU with, or without, instructions for bfloat16 arithmetic |
+| | and +bfloat16 or +float32 behind it: as on a CPU that is, or is not, faster in bfloat16 arithmetic |
 | PENSTOCK_CPU_PRODUCTS | matrix products on the CPU: auto (default), or torch, with Penstock's other kernels |
 | TRITON_INTERPRET | 1 runs the GPU's Triton kernels on the CPU, in Triton's interpreter: for their tests |
 | GLOO_SOCKET_IFNAME | network interface of ranks on several machines; unset takes the one that reaches rank 0 |

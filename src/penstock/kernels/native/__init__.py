@@ -6,7 +6,7 @@ kernels run instead. Suffixes are those of the modules that call these functions
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import Any
@@ -21,6 +21,7 @@ from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.bfloat16_layout import Bfloat16Layout as Bfloat16Layout
+from penstock.kernels.native.bfloat16_speed import pairs_pay
 from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
@@ -45,7 +46,7 @@ except ImportError as error:
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 _CLAMPED_SWIGLU = 4
-# Arithmetics that `PENSTOCK_CPU_KERNELS` makes the default: whether the CPU counts as one that has instructions for it.
+# Arithmetics that `PENSTOCK_CPU_KERNELS` makes the default: whether it is that of bfloat16.
 _ARITHMETICS = {"bfloat16": True, "float32": False}
 
 # Output and input features of a panel of tiles.
@@ -72,10 +73,12 @@ class NativeKernels:
     """The library's functions for one instruction set. Results have the same bits for any number of threads.
 
     Operations of `operation_types` also take traced tensors, and record themselves then.
+    prefers_bfloat16: as the property; None for what is faster.
     """
 
-    def __init__(self, module: Any, instruction_set: InstructionSet) -> None:
+    def __init__(self, module: Any, instruction_set: InstructionSet, *, prefers_bfloat16: bool | None = None) -> None:
         self.instruction_set = instruction_set
+        self._prefers_bfloat16 = prefers_bfloat16
         self._index = instruction_set.index
         self.module = module
         self.types = operation_types(module)
@@ -100,9 +103,12 @@ class NativeKernels:
         self._absorb = self.operation("absorb")
 
     @property
-    def has_bfloat16_products(self) -> bool:
-        """Whether the CPU has instructions for bfloat16 arithmetic."""
-        return self.instruction_set.has_bfloat16_products
+    def prefers_bfloat16(self) -> bool:
+        """Whether bfloat16 arithmetic is the default: by instructions that are faster than those of float32."""
+        if self._prefers_bfloat16 is not None:
+            return self._prefers_bfloat16
+        found = self.instruction_set
+        return found.has_tiles or (found.has_bfloat16_products and pairs_pay(_module, found.index))
 
     @property
     def bfloat16_layout(self) -> Bfloat16Layout:
@@ -363,8 +369,8 @@ def available_instruction_sets() -> list[InstructionSet]:
 def load_native_kernels(requested: str) -> NativeKernels | None:
     """Load the kernels of an instruction set by name; "auto" takes the best, "torch" none.
 
-    With "+bfloat16" or "+float32" behind it, the CPU counts as one with, or without, instructions for bfloat16
-    arithmetic, which are emulated where there are none.
+    With "+bfloat16" or "+float32" behind it, that is the default arithmetic of bfloat16 weights; bfloat16 is emulated
+    where there are no instructions for it.
     Raises ConfigError for one that is unknown, was not built, or is not supported by this CPU.
     """
     available = available_instruction_sets()
@@ -373,9 +379,7 @@ def load_native_kernels(requested: str) -> NativeKernels | None:
     name, _, arithmetic = requested.partition("+")
     for found in available:
         if name in ("auto", found.name) and requested in (name, *(f"{name}+{one}" for one in _ARITHMETICS)):
-            has_bfloat16_products = _ARITHMETICS.get(arithmetic, found.has_bfloat16_products)
-            chosen = replace(found, has_bfloat16_products=has_bfloat16_products)
-            return NativeKernels(Library(_module), chosen)
+            return NativeKernels(Library(_module), found, prefers_bfloat16=_ARITHMETICS.get(arithmetic))
     allowed = ", ".join(["auto", "torch", *(found.name for found in available)])
     raise ConfigError(
         f"PENSTOCK_CPU_KERNELS={requested!r} is not valid here. Allowed: {allowed}; all but torch also with "
@@ -394,9 +398,11 @@ def describe_bfloat16_products() -> str:
     """Describe the instructions of bfloat16 arithmetic for the log."""
     if NATIVE is None:
         return "not available without the C++ kernels"
-    if not NATIVE.has_bfloat16_products:
+    found = NATIVE.instruction_set
+    if not found.has_bfloat16_products:
         return "emulated, since this CPU has no instructions for them"
-    return "by AMX tiles" if NATIVE.instruction_set.has_tiles else "by AVX512-BF16"
+    by = "by AMX tiles" if found.has_tiles else "by AVX512-BF16"
+    return by if NATIVE.prefers_bfloat16 else f"{by}, which is no faster here than float32"
 
 
 def why_no_tiles() -> str | None:
