@@ -139,6 +139,10 @@ class WorkerError(PenstockError, RuntimeError):
         self.cause_type = cause_type
 
 
+class WeightTransferFailed(PenstockError, RuntimeError):
+    """Weights that a trainer announced did not arrive: it is gone, or has sent others."""
+
+
 class LogitsProcessorError(PenstockError, RuntimeError):
     """A custom logits processor failed for one request; the message names it."""
 

@@ -9,13 +9,16 @@ import logging
 import socket
 import sys
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.system import env
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
+
+    from penstock.parallel.stateless_group import PyNcclCommunicator
 
 
 # Values of variables of vLLM's; those without a meaning here have its default.
@@ -102,3 +105,33 @@ def get_tokenizer(tokenizer_name: str, *, revision: str | None = None, **_: Any)
     from penstock.checkpoints.resolve import resolve_model_folder
 
     return load_hf_tokenizer(resolve_model_folder(tokenizer_name, revision, option="tokenizer_name"))
+
+
+def resolve_chat_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, tools: Any = None, **_: Any
+) -> str | None:
+    """Chat template of a tokenizer, unless one is given; None for a tokenizer without."""
+    if chat_template is not None or tokenizer.chat_template is None:
+        return chat_template
+    template: str = tokenizer.get_chat_template(chat_template, tools)
+    return template
+
+
+def trainer_init(init_info: Mapping[str, Any] | Any) -> PyNcclCommunicator:
+    """Trainer's side of the group that carries weights to an engine, whose workers join by the same `init_info`."""
+    import torch
+
+    from penstock.parallel.weight_stream import join
+
+    info = init_info if isinstance(init_info, Mapping) else vars(init_info)
+    return join(info, 0, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
+
+
+def packed_nccl_broadcast_producer(
+    iterator: Iterable[Any], group: PyNcclCommunicator, src: int, post_iter_func: Callable[[Any], Tensor], **_: Any
+) -> None:
+    """Send weights to the workers of a group of `trainer_init`. post_iter_func: tensor of an item of the iterator."""
+    from penstock.parallel.weight_stream import send
+
+    assert src == 0, "the trainer is rank 0"
+    send(group, map(post_iter_func, iterator))

@@ -58,8 +58,8 @@ class RankConnections:
         self._timeout_s = timeout_s
         self._failure: PenstockError | None = None
         self._closes_with_it: list[Callable[[], None]] = []
-        _wait_for_all(store, rank, size, join_timeout_s)
-        options = _gloo_options(address, join_timeout_s)
+        wait_for_all(store, rank, size, join_timeout_s)
+        options = gloo_options(address, join_timeout_s)
         self._gloo: ProcessGroupGloo | None = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, options)
 
     def exchange(self, call: str, tag: int, sent: ByRank, received: ByRank) -> None:
@@ -142,7 +142,7 @@ class RankConnections:
             )
         elif all(other.has_lost for other in others) and has_lost:
             self._failure = WorkerError(
-                f"Rank {self.rank} lost {who} in {self._named(call)}: {_shortened(error)}.{reports}",
+                f"Rank {self.rank} lost {who} in {self._named(call)}: {shortened(error)}.{reports}",
                 method=call,
                 rank=missing[0],
                 cause_type="ConnectionLost",
@@ -175,7 +175,7 @@ def open_store(host: str, port: int, *, is_host: bool, timeout_s: float = JOIN_T
     except RuntimeError as error:
         raise WaitTimeout(
             f"Process {os.getpid()} did not find the other ranks at {host}:{port} within {timeout_s:g} s: "
-            f"{_shortened(error)}"
+            f"{shortened(error)}"
         ) from error
 
 
@@ -186,7 +186,7 @@ def address_towards(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-def _gloo_options(address: str, timeout_s: float) -> Any:
+def gloo_options(address: str, timeout_s: float) -> Any:
     """Return gloo options with the address to listen at. Raises UnsupportedFeature.
 
     torch has no public API for it: without options gloo takes the address of the machine's name.
@@ -206,7 +206,7 @@ def _gloo_options(address: str, timeout_s: float) -> Any:
     return options
 
 
-def _wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
+def wait_for_all(store: Store, rank: int, size: int, timeout_s: float) -> None:
     """Barrier over the store. Raises WaitTimeout, with the missing ranks."""
     store.set(f"here/{rank}", "")
     deadline = time.monotonic() + timeout_s
@@ -222,7 +222,7 @@ def _absent(store: Store, ranks: Iterable[int]) -> list[int]:
     return [rank for rank in ranks if not store.check([f"here/{rank}"])]
 
 
-def _shortened(error: RuntimeError) -> str:
+def shortened(error: RuntimeError) -> str:
     """Return gloo's error text without its source location and advice."""
     text = str(error).splitlines()[0]
     return text.rpartition("] ")[2].partition(". This is typically")[0] if text.startswith("[") else text
