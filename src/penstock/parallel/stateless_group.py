@@ -117,10 +117,10 @@ def _exchange(group: StatelessProcessGroup, value: str) -> list[str]:
 
 
 def _connect(group: StatelessProcessGroup, device: torch.device) -> Any:
+    nccl: Any = distributed.ProcessGroupNCCL
     with torch.cuda.device(device):
         store = PrefixStore("nccl", _store_of(group))
-        timeout = timedelta(seconds=group.timeout_s)
-        return distributed.ProcessGroupNCCL(store, group.rank, group.world_size, timeout)
+        return nccl(store, group.rank, group.world_size, timedelta(seconds=group.timeout_s))
 
 
 def _connect_by_gloo(group: StatelessProcessGroup) -> Any:
