@@ -41,7 +41,8 @@ class QuantizedMethod(PackedMethod):
 
     def __init__(self, quantize: Quantizer, products: QuantizedProducts | None = None) -> None:
         super().__init__()
-        self._quantize = quantize
+        # None once the weight is packed, since a grid of a checkpoint has scales of its own.
+        self._quantize: Quantizer | None = quantize
         self._given = products
         self._products = products or PRODUCTS
         self.shape: QuantizedShape | None = None
@@ -55,8 +56,10 @@ class QuantizedMethod(PackedMethod):
         of_gpus = _INVARIANT_OF_GPUS if layer.batch_invariant else _OF_GPUS
         self._products = self._given or (PRODUCTS if is_on_cpu(layer.weight) else of_gpus)
         super().process_weights_after_loading(layer)
+        self._quantize = None
 
     def pack(self, weight_OI: Tensor) -> Tensor:
+        assert self._quantize is not None, "a method packs one weight"
         if weight_OI.is_meta:
             self.shape, size, dtype = _packed_form(self._quantize, self._products, tuple(weight_OI.shape))  # type: ignore[arg-type]
             return weight_OI.new_empty(size, dtype=dtype)
@@ -122,6 +125,7 @@ class Int4ResidualMethod(QuantizedMethod):
         self._rest_OI: Tensor | None = None
 
     def pack(self, weight_OI: Tensor) -> Tensor:
+        assert self._quantize is not None, "a method packs one weight"
         rounded = self._quantize(weight_OI)
         self.shape = rounded.shape
         self._rest_OI = self._products.pack(quantize_int4_residual(weight_OI, rounded))
@@ -156,6 +160,10 @@ class ReorderedMethod(QuantizedMethod):
         self._order_I = self._order_I.to(weight_OI.device)
         self._places_I = self._places_I.to(weight_OI.device)
         return super().pack(weight_OI.index_select(1, self._order_I))
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return *super().kept, self._order_I, self._places_I
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         return super().unpack(packed_OI, output_size).index_select(1, self._places_I)
