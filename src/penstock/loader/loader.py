@@ -25,9 +25,10 @@ from penstock.layers.weights import WidensWeight
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.kv_cache_scales import CheckpointScales
+from penstock.loader.live_memory import LiveMemory
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
-from penstock.loader.quantized.assembly import Rounding, assemble, linear_weights
+from penstock.loader.quantized.assembly import OptionRounding, Piece, Rounding, assemble, linear_weights
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors, peek_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
@@ -41,6 +42,7 @@ from penstock.loader.weight_files import (
     has_weight_files,
     what_is_there,
 )
+from penstock.loader.weight_source import WeightSource
 from penstock.models.attention_layers import choose_attention_arithmetic
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
@@ -62,27 +64,39 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
+    *,
+    source: WeightSource | None = None,
+    memory: LiveMemory | None = None,
 ) -> CausalLM:
     """Load the model on `device`, computing in `dtype`, whatever the checkpoint's dtype.
 
-    weights_dtype: storage dtype of matrices, if narrower than `dtype`.
+    weights_dtype: storage dtype of matrices, if narrower than `dtype`. source: weights in place of the files'. memory:
+    of a live model, which gets the weights; None allocates.
 
     Needs the model's memory once: it is built on the meta device, and its weights are copied tensor by tensor from the
     mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
     weights that are damaged or do not fit.
     """
     rounding = choose_rounding(model_config, load_config, device.type)
-    if rounding is not None:
-        log_rounding(rounding, device)
-    logger.info("Implementation: %s", describe_implementation(model_config))
+    if memory is None:
+        if rounding is not None:
+            log_rounding(rounding, device)
+        logger.info("Implementation: %s", describe_implementation(model_config))
 
     def load_for(context: ParallelState) -> object:
         return load_without_memory(model_config, load_config, context, device.type, dtype, weights_dtype)
 
-    with _naming(model_config.folder, load_config), naming_sizes(parallel_context, load_for):
-        model, ties = _build_as_stored(model_config, load_config, parallel_context)
-        log_ties(ties)
-        if load_config.load_format == "dummy":
+    with _naming(model_config.folder, load_config, source), naming_sizes(parallel_context, load_for):
+        if source is None:
+            model, ties = _build_as_stored(model_config, load_config, parallel_context)
+            log_ties(ties)
+        else:
+            model = build_like(source.like, model_config, parallel_context)
+        if memory is not None:
+            memory.check(model)
+        if source is not None:
+            tensors = source.pieces(model, is_state=load_config.load_format == SHARDED_STATE)
+        elif load_config.load_format == "dummy":
             check_against_memory(model, model_config, device)
             tensors = iterate_dummy_weights(model.checkpoint_slots(), device)
         else:
@@ -90,10 +104,10 @@ def load_model(
             check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
-            is_exact = model_config.dtype == "auto" and load_config.load_format != SHARDED_STATE
-            if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
-                tensors = _warn_of_rounding(tensors, weights_dtype)
-        _fill(model, tensors, model_config, load_config, rounding, device, dtype, weights_dtype)
+        is_exact = model_config.dtype == "auto" and load_config.load_format not in ("dummy", SHARDED_STATE)
+        if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
+            tensors = _warn_of_rounding(tensors, weights_dtype)
+        _fill(model, tensors, model_config, load_config, rounding, device, dtype, weights_dtype, source, memory)
     # Without gradients, so that steps need no `no_grad`.
     return model.eval().requires_grad_(False)
 
@@ -145,11 +159,14 @@ def _fill(
     device: torch.device,
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None,
+    source: WeightSource | None = None,
+    memory: LiveMemory | None = None,
 ) -> None:
     """Allocate and load the weights, each in the final form of its layer."""
-    # Quantised layers allocate one at a time; others now.
-    late = {} if rounding is None or runs_through_transformers(model_config) else linear_weights(model)
-    materialise(model, device, dtype, weights_dtype, late)
+    # Quantised layers, and those of a live model, are assembled one at a time; others have memory now.
+    is_late = (rounding is not None or memory is not None) and not runs_through_transformers(model_config)
+    late = linear_weights(model) if is_late else {}
+    materialise(model, device, dtype, weights_dtype, late, None if memory is None else memory.parameter)
     for layer in model.modules():
         if isinstance(layer, Experts):
             layer.are_grouped = model_config.moe_backend == "auto"
@@ -161,17 +178,30 @@ def _fill(
     slots = state_slots(model) if is_state else None
     scales = CheckpointScales(model, is_state=is_state)
     tensors = scales.take(tensors)
-    if rounding is not None and late:
-        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, rounding.method)
+    if late:
+        choose = _stays_float if rounding is None else rounding.method
+        finished = None if memory is None else memory.take
+        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, choose, finished)
+    if source is not None and rounding is not None and not isinstance(rounding, OptionRounding):
+        tensors = source.kept(tensors)
     if rounding is not None:
         tensors = rounding.weights(tensors, (slots or {}).__contains__)
+    if source is not None:
+        tensors = source.noted(tensors, slots or model.checkpoint_slots())
     model.load_weights(tensors, slots)
     scales.apply()
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
+    if memory is not None:  # which has the layers' methods
+        memory.finish(model)
+        return
     choose_attention_arithmetic(model)
     model.check_loaded()
     _check_arithmetic(model, model_config)
+
+
+def _stays_float(layer: LinearLayer, pieces: list[Piece]) -> None:
+    """No method of a quantised weight (`assemble`)."""
 
 
 def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
@@ -185,10 +215,12 @@ def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
 
 
 @contextmanager
-def _naming(folder: Path, load_config: LoadConfig) -> Iterator[None]:
+def _naming(folder: Path, load_config: LoadConfig, source: WeightSource | None = None) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
+        if source is not None:
+            raise CheckpointError(f"The weights of this update cannot be loaded. {error}") from error
         hint = _OF_STATES if load_config.load_format == SHARDED_STATE else ""
         raise CheckpointError(f"The weights in {folder} cannot be loaded. {error}{hint}") from error
 
@@ -223,6 +255,14 @@ def check_tensor_parallel_size(config: EngineConfig) -> None:
     context = ParallelState(tensor=UnjoinedGroup(size))
     with naming_sizes(context, partial(build_model, config.model)):
         build_model(config.model, context)
+
+
+def build_like(live: CausalLM, model_config: ModelConfig, parallel_context: ParallelState) -> CausalLM:
+    """Build the model on the meta device, with the ties of a live one."""
+    model = build_model(model_config, parallel_context)
+    if model.tied_weights() and not live.tied_weights():
+        return build_model(untied(model_config), parallel_context)
+    return model
 
 
 def _build_as_stored(
@@ -335,14 +375,17 @@ def materialise(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
     late: Container[int] = frozenset(),
+    given: Callable[[str, torch.dtype], Tensor] | None = None,
 ) -> None:
     """Allocate uninitialised parameters of a model on the meta device, and move its buffers.
 
     Shared parameters stay shared. weights_dtype: storage dtype of the matrices of linear layers and embeddings, which
-    compute in `dtype`. late: ids of parameters to skip. Raises OutOfMemory.
+    compute in `dtype`. late: ids of parameters to skip. given: memory of a parameter or persistent buffer, by its name
+    and dtype, in place of a new one. Raises OutOfMemory.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
         narrow = None
         if isinstance(module, WidensWeight):
             module.compute_dtype = dtype
@@ -352,12 +395,13 @@ def materialise(
                 continue
             if parameter not in made:
                 kept = narrow if narrow is not None and name == "weight" else dtype
-                empty = _empty(parameter.shape, kept, device)
+                empty = _empty(parameter.shape, kept, device) if given is None else given(f"{prefix}{name}", kept)
                 made[parameter] = nn.Parameter(empty, requires_grad=False)
             setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert not buffer.is_meta, f"{type(module).__name__}.{name} has no value"
-            setattr(module, name, buffer.to(device))
+            is_stored = name not in module._non_persistent_buffers_set
+            setattr(module, name, given(f"{prefix}{name}", buffer.dtype) if given and is_stored else buffer.to(device))
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ class SplitConvolutions:
             return
         layer, projection = found.groups()
         parts = self._parts.setdefault(layer, {})
-        parts[projection] = tensor
+        parts[projection] = tensor.clone()  # small, and its memory may be another one's by then
         if len(parts) == 3:
             del self._parts[layer]
             yield f"{layer}.conv1d.weight", torch.cat([parts[one] for one in "qkv"])

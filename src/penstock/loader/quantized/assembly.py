@@ -83,12 +83,13 @@ def assemble(
     device: torch.device,
     dtype: torch.dtype,
     choose: LayerMethod,
+    finished: Callable[[LinearLayer], None] | None = None,
 ) -> dict[str, WeightSlot]:
     """Return slots that collect the weights of these layers on a device, and quantise each when complete.
 
-    dtype: of weights that stay in floating point.
+    dtype: of weights that stay in floating point. finished: called with each layer whose weight is in its final form.
     """
-    assemblies = {weight: _Assembly(layer, device, dtype, choose) for weight, layer in layers.items()}
+    assemblies = {weight: _Assembly(layer, device, dtype, choose, finished) for weight, layer in layers.items()}
     return {name: _assembled(name, slot, assemblies) for name, slot in slots.items()}
 
 
@@ -100,6 +101,7 @@ class _Assembly:
     device: torch.device
     dtype: torch.dtype
     choose: LayerMethod
+    finished: Callable[[LinearLayer], None] | None = None
     pieces: dict[int, Piece] = field(default_factory=dict)
     missing: int = 0
     weight_OI: Tensor | None = None
@@ -134,6 +136,8 @@ class _Assembly:
             )
         self.layer.method = method
         method.process_weights_after_loading(self.layer)
+        if self.finished is not None:
+            self.finished(self.layer)
 
 
 @dataclass(frozen=True, slots=True)

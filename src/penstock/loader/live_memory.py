@@ -1,0 +1,109 @@
+"""Memory of a live model, into which weights are loaded in place: addresses stay, so programs and graphs stay valid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelError
+from penstock.layers.attention import Attention
+from penstock.layers.linear import LinearLayer, PlainMethod
+from penstock.layers.tensors_of import tensors_of
+from penstock.models.causal_lm import CausalLM
+
+_SHOWN = 4
+
+
+class LiveMemory:
+    """Memory of a model for another one of the same layout, which the loader builds without memory.
+
+    Parameters are filled where they are; a linear layer's weight is packed or quantised beside its place, and copied
+    once it is complete.
+    moved: whether a layer got other memory, since its weight has another format than before.
+    """
+
+    def __init__(self, live: CausalLM) -> None:
+        self._live = live
+        self.moved = False
+        self._tensors: dict[str, Tensor] = {
+            **dict(live.named_parameters(remove_duplicate=False)),
+            **dict(live.named_buffers(remove_duplicate=False)),
+        }
+        self._layers: dict[int, LinearLayer] = {}
+
+    def check(self, model: CausalLM) -> None:
+        """Pair the layers of a model without memory with those of the live one. Raises ModelError if they differ."""
+        before, after = _layout_of(self._live), _layout_of(model)
+        differences = [
+            f"{name} (was {before.get(name, 'not there')}, would be {after.get(name, 'not there')})"
+            for name in sorted({*before, *after})
+            if before.get(name) != after.get(name)
+        ]
+        if differences:
+            raise ModelError(
+                f"These weights are of another shape than those that serve: {'; '.join(differences[:_SHOWN])} "
+                f"({len(differences)} differences in all). Create a new engine for them."
+            )
+        modules = dict(self._live.named_modules())
+        for name, module in model.named_modules():
+            if isinstance(module, LinearLayer):
+                live = modules[name]
+                assert isinstance(live, LinearLayer), "layouts are equal"
+                self._layers[id(module)] = live
+
+    def parameter(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The memory of a parameter or buffer."""
+        tensor = self._tensors[name].detach()
+        assert tensor.dtype is dtype, f"{name} is {tensor.dtype}, not {dtype}"
+        return tensor
+
+    def take(self, layer: LinearLayer) -> None:
+        """Move a complete layer's weight to its place, and free the layer."""
+        live = self._layers[id(layer)]
+        if _format(layer) == _format(live):
+            for made, kept in zip(tensors_of(layer), tensors_of(live), strict=True):
+                if made.tensor.data_ptr() != kept.tensor.data_ptr():
+                    kept.tensor.detach().copy_(made.tensor)
+        else:
+            self.moved = True
+            live.method, live.weight = layer.method, layer.weight
+            for own, other in zip(live.tied_to, layer.tied_to, strict=True):
+                own.weight, own.lookup = live.weight, other.lookup
+        layer.method = PlainMethod()
+        layer.take_weight(torch.empty(0))
+
+    def finish(self, model: CausalLM) -> None:
+        """Take over what loading has set beside tensors: scales of an FP8 KV cache."""
+        modules = dict(self._live.named_modules())
+        for name, module in model.named_modules():
+            scales = getattr(module.layer, "cache_scales", None) if isinstance(module, Attention) else None
+            live = modules[name]
+            if scales is not None and isinstance(live, Attention) and live.layer.cache_scales != scales:
+                live.layer = replace(live.layer, cache_scales=scales)
+                self.moved = True
+
+
+def _layout_of(model: CausalLM) -> dict[str, str]:
+    """Sizes of linear layers, and shapes of other parameters, by name."""
+    ties = sorted(model.tied_weights())
+    layout = {"tied weights": ", ".join(ties)} if ties else {}
+    packed = [layer for layer in model.modules() if isinstance(layer, LinearLayer)]
+    without_weight = {id(module) for layer in packed for module in (layer, *layer.tied_to)}
+    for name, module in model.named_modules():
+        if isinstance(module, LinearLayer):
+            layout[f"{name}.weight"] = f"[{module.output_size}, {module.input_size}]"
+        for kind, parameter in module.named_parameters(recurse=False):
+            if kind != "weight" or id(module) not in without_weight:
+                layout[f"{name}.{kind}"] = str(list(parameter.shape))
+    return layout
+
+
+def _format(layer: LinearLayer) -> object:
+    """What must be equal for tensors to be copied from one layer to another."""
+    tensors = tensors_of(layer)
+    if any(one.tensor.is_mkldnn for one in tensors):
+        return object()  # has no memory to copy into
+    shape = getattr(layer.method, "shape", None)
+    return type(layer.method), shape, [(one.path, one.tensor.shape, one.tensor.dtype) for one in tensors]

@@ -1,0 +1,249 @@
+"""New weights in the memory of a live model: bit for bit those of a model that was loaded with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from penstock.config import LoadConfig, ModelConfig
+from penstock.errors import CheckpointError, ModelError
+from penstock.layers.tensors_of import tensors_of
+from penstock.loader.live_memory import LiveMemory
+from penstock.loader.loader import load_model
+from penstock.loader.weight_update import WeightUpdate
+from penstock.models.causal_lm import CausalLM
+from penstock.parallel import ParallelState
+from support.checkpoints import FAMILIES, MIXTURES, RECURRENT, save_checkpoint, tiny_checkpoint, tiny_model
+from support.encoder_decoders import write_encoder_decoder
+from support.multimodal_models import save_multimodal
+from support.mxfp4_checkpoints import write_mxfp4
+from support.quantized_checkpoints import awq_layer, gptq_layer, write_quantized
+from support.ranks import contexts
+
+LOAD = LoadConfig(use_tqdm_on_load=False)
+CPU = torch.device("cpu")
+Load = Callable[..., CausalLM]
+
+
+def loader(config: ModelConfig, parallel: ParallelState | None = None, **dtypes: Any) -> Load:
+    return partial(
+        load_model,
+        config,
+        LOAD,
+        parallel or ParallelState(),
+        CPU,
+        dtypes.get("dtype", torch.float32),
+        dtypes.get("weights_dtype"),
+    )
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def buckets(tensors: dict[str, Tensor], seed: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """The tensors in random order, in buckets of random sizes."""
+    chosen = random.Random(seed)
+    items = list(tensors.items())
+    chosen.shuffle(items)
+    while items:
+        size = chosen.randint(1, 5)
+        yield items[:size]
+        del items[:size]
+
+
+def update(live: CausalLM, load: Load, given: Sequence[list[tuple[str, Tensor]]]) -> LiveMemory:
+    memory = LiveMemory(live)
+    run = WeightUpdate(lambda source: load(source=source, memory=memory), live)
+    for bucket in given:
+        copied = [(name, tensor.clone()) for name, tensor in bucket]
+        run.take(copied)
+        for _, tensor in copied:  # which a caller may change
+            tensor.zero_()
+    run.finish()
+    return memory
+
+
+def contents(model: CausalLM) -> dict[str, Tensor]:
+    return {one.path: one.tensor.clone() for one in tensors_of(model)}
+
+
+def assert_equal(model: CausalLM, expected: CausalLM) -> None:
+    ours, theirs = contents(model), contents(expected)
+    assert list(ours) == list(theirs)
+    for path, tensor in ours.items():
+        assert torch.equal(tensor, theirs[path]), path
+
+
+def check(old: Path, new: Path, **dtypes: Any) -> None:
+    options = dtypes.pop("options", {})
+    configs = [ModelConfig.load(str(folder), **options) for folder in (old, new)]
+    live, fresh = (loader(config, **dtypes)() for config in configs)
+    places = {one.path: one.tensor.data_ptr() for one in tensors_of(live)}
+    assert any(not torch.equal(one, contents(fresh)[path]) for path, one in contents(live).items())
+    for seed in range(2):
+        memory = update(live, loader(configs[0], **dtypes), list(buckets(stored(new), seed)))
+        assert_equal(live, fresh)
+        assert not memory.moved
+        assert places == {one.path: one.tensor.data_ptr() for one in tensors_of(live)}
+
+
+ALL = [*FAMILIES, *MIXTURES, *RECURRENT]
+CASES = [
+    pytest.param(family, form, marks=[] if index % 6 == 2 * number else [pytest.mark.slow])
+    for index, family in enumerate(ALL)
+    for number, form in enumerate([None, "int8", "int4"])
+]
+
+
+@pytest.mark.parametrize(("family", "quantization"), CASES)
+def test_families(family: str, quantization: str | None, tmp_path: Path) -> None:
+    for name, seed in (("old", 1), ("new", 2)):
+        tiny_checkpoint(tmp_path / name, family, seed=seed)
+    check(tmp_path / "old", tmp_path / "new", options={"quantization": quantization})
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
+
+@pytest.mark.parametrize(
+    ("quantize", "written"), [(gptq_layer(32, desc_act=True), GPTQ), (awq_layer(32), AWQ)], ids=["act-order", "awq"]
+)
+def test_quantized_checkpoints(quantize: Any, written: dict[str, Any], tmp_path: Path) -> None:
+    old = write_quantized(tmp_path / "old", quantize, written).config
+    new = write_quantized(tmp_path / "new", lambda layer, weight: quantize(layer, 2 * weight), written).config
+    check(old.folder, new.folder)
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    old, new = (write_mxfp4(tmp_path / str(seed), seed=seed)[0] for seed in (1, 2))
+    check(old.folder, new.folder)
+
+
+@pytest.mark.parametrize("write", [partial(save_multimodal, name="qwen2-vl"), write_encoder_decoder])
+def test_encoders(write: Callable[..., object], tmp_path: Path) -> None:
+    for name, seed in (("old", 1), ("new", 2)):
+        write(tmp_path / name, seed=seed)
+    check(tmp_path / "old", tmp_path / "new")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bfloat16_weights_of_a_trainer_in_float32(tied: bool, tmp_path: Path) -> None:
+    for name, seed in (("old", 1), ("new", 2)):
+        tiny_checkpoint(tmp_path / name, "qwen2", seed=seed, tie_word_embeddings=tied)
+    check(tmp_path / "old", tmp_path / "new", weights_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_each_rank_takes_its_share(quantization: str | None, tmp_path: Path) -> None:
+    for name, seed in (("old", 1), ("new", 2)):
+        tiny_checkpoint(tmp_path / name, "mixtral", seed=seed, vocab_size=96, intermediate_size=64)
+    old, new = (ModelConfig.load(str(tmp_path / name), quantization=quantization) for name in ("old", "new"))
+    for parallel in contexts(2):
+        live, fresh = loader(old, parallel)(), loader(new, parallel)()
+        update(live, loader(old, parallel), list(buckets(stored(new.folder), 3)))
+        assert_equal(live, fresh)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> tuple[CausalLM, Load, dict[str, Tensor]]:
+    config = tiny_checkpoint(tmp_path, "qwen2", tie_word_embeddings=True)
+    return loader(config)(), loader(config), stored(tmp_path)
+
+
+Live = tuple[CausalLM, Load, dict[str, Tensor]]
+
+
+def test_a_tied_weight_may_come_twice(live: Live) -> None:
+    model, load, tensors = live
+    before = contents(model)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    for order in (list(tensors), list(reversed(tensors))):
+        update(model, load, [[(name, tensors[name])] for name in order])
+        assert all(torch.equal(tensor, before[path]) for path, tensor in contents(model).items())
+    del tensors["model.embed_tokens.weight"]
+    update(model, load, [list(tensors.items())])
+    tensors["model.embed_tokens.weight"] = -tensors["lm_head.weight"]
+    with pytest.raises(CheckpointError, match=r"is tied to model\.embed_tokens\.weight in this engine"):
+        update(model, load, [list(tensors.items())])
+
+
+def test_missing_tensors_are_named_until_they_come(live: Live) -> None:
+    model, load, tensors = live
+    run = WeightUpdate(lambda source: load(source=source, memory=LiveMemory(model)), model)
+    items = list(tensors.items())
+    run.take(items[:-1])
+    assert run.missing == [items[-1][0]]
+    assert not run.is_complete
+    assert run.taken == [name for name, _ in items[:-1]]
+    run.take(items[-1:])
+    assert run.is_complete
+    run.finish()
+
+
+def test_what_does_not_fit_ends_the_update_by_name(live: Live) -> None:
+    model, load, tensors = live
+    (name, tensor), *others = tensors.items()
+    for wrong, message in (
+        ([(name, tensor[:1])], f"1 misshapen: {name}"),
+        ([("model.other.weight", tensor)], r"1 unexpected: model\.other\.weight"),
+        ([(name, tensor), (name, tensor)], f"1 duplicate: {name}|is tied"),
+    ):
+        run = WeightUpdate(lambda source: load(source=source, memory=LiveMemory(model)), model)
+        run.take(wrong)
+        with pytest.raises(CheckpointError, match=message):
+            run.finish()
+    run = WeightUpdate(lambda source: load(source=source, memory=LiveMemory(model)), model)
+    run.take(others[:2])
+    with pytest.raises(CheckpointError, match=f"The weights of this update cannot be loaded.*missing.*{name}"):
+        run.finish()
+    with pytest.raises(CheckpointError, match="missing"):
+        run.take(others[2:])
+
+
+def test_an_error_of_a_bucket_ends_the_update(live: Live) -> None:
+    model, load, tensors = live
+
+    def failing() -> Iterator[tuple[str, Tensor]]:
+        yield next(iter(tensors.items()))
+        raise TimeoutError("the trainer is gone")
+
+    run = WeightUpdate(lambda source: load(source=source, memory=LiveMemory(model)), model)
+    with pytest.raises(TimeoutError, match="gone"):
+        run.take(failing())
+    with pytest.raises(TimeoutError, match="gone"):
+        run.finish()
+
+
+def test_an_abandoned_update_ends_its_thread(live: Live) -> None:
+    model, load, tensors = live
+    run = WeightUpdate(lambda source: load(source=source, memory=LiveMemory(model)), model)
+    run.take(list(tensors.items())[:1])
+    run.abandon()
+    assert not run._thread.is_alive()
+    run.abandon()
+
+
+def test_a_model_of_another_shape_is_refused_before_a_value_changes(live: Live, tmp_path: Path) -> None:
+    model, _, _ = live
+    before = contents(model)
+    other = save_checkpoint(tiny_model("qwen2", intermediate_size=80, tie_word_embeddings=True), tmp_path / "other")
+    with pytest.raises(ModelError, match=r"down_proj\.weight \(was \[64, 112\], would be \[64, 80\]\)"):
+        loader(other)(memory=LiveMemory(model))
+    assert all(torch.equal(tensor, before[path]) for path, tensor in contents(model).items())
+
+
+def test_a_folder_is_read_into_the_same_memory(live: Live, tmp_path: Path) -> None:
+    model, _, _ = live
+    new = tiny_checkpoint(tmp_path / "new", "qwen2", seed=5, tie_word_embeddings=True)
+    loader(new)(memory=LiveMemory(model))
+    assert_equal(model, loader(new)())
