@@ -20,6 +20,7 @@ from penstock.engine.live.live_view import (
     Live,
     LiveCores,
     LiveCounters,
+    LiveEncoderCache,
     LiveKvCache,
     LiveRequests,
     LiveSeconds,
@@ -49,6 +50,7 @@ def live(time: float, **changes: Any) -> Live:
         "not_ready": None,
         "requests": LiveRequests(running=4, waiting=2, queued=1, unfinished=7, max_running=8),
         "kv_cache": LiveKvCache(num_blocks=100, used=30, cached=50),
+        "encoder_cache": LiveEncoderCache(num_tokens=4000, used=200, cached=800, queries=8, hits=6),
         "counters": counters,
         "time_to_first_token": LiveSeconds(sum=0.25, count=1),
         "inter_token_latency": LiveSeconds(sum=0.5, count=100),
@@ -113,6 +115,8 @@ def test_a_frame_has_the_numbers_of_the_server(url: str) -> None:
     assert row(output, "ms of a step").endswith("max 20")
     assert row(output, "KV cache").endswith("30 %")
     assert "30 used, 50 cached, 20 free" in output
+    assert row(output, "encoder cache").endswith("25 %")
+    assert "200 used, 800 cached, 3000 free tokens; items found 75 %" in output
     assert "first token 250.0 ms   between tokens 5.0 ms   prefix hits 25 %   drafts accepted 75 %" in output
     assert "started again: nothing" in output
 
@@ -135,6 +139,11 @@ def test_bars_are_as_long_as_their_shares(url: str) -> None:
     bar = row(invoke("--url", url, "--once"), "KV cache")
     lengths = [bar.count(sign) for sign in "█▒░"]
     assert [round(10 * length / sum(lengths)) for length in lengths] == [3, 5, 2]
+
+
+def test_a_model_of_text_has_no_encoder_cache(url: str) -> None:
+    Handler.states = [live(1.0), live(2.0, encoder_cache=LiveEncoderCache())]
+    assert "encoder cache" not in invoke("--url", url, "--once")
 
 
 def test_recoveries_are_shown(url: str) -> None:

@@ -107,6 +107,12 @@ def num_encoded(core: EngineCore) -> int:
     return int(stats["num_items"])
 
 
+def num_found(core: EngineCore) -> tuple[int, int]:
+    """Items that were looked up in the encoder cache, and found."""
+    stats = core.stats()
+    return stats.num_encoder_queries, stats.num_encoder_hits
+
+
 def assert_nothing_is_left(core: EngineCore) -> None:
     """No request uses a feature, and scheduler and worker agree about those that are cached."""
     core.step()
@@ -244,8 +250,14 @@ def test_features_that_are_dropped_are_computed_again(
     finish(core, results)
     assert_equal([results["r"]], alone[:1])
     assert num_encoded(core) == 2
+    queries, hits = num_found(core)
+    assert queries - hits == 2
     assert_equal(run(core, prompts[:1]), alone[:1])
     assert num_encoded(core) == 2
+    assert num_found(core) == (queries + 1, hits + 1)
+    stats = core.stats()
+    assert stats.num_encoder_tokens > stats.num_cached_encoder_tokens == features_of(core).num_rows > 0
+    assert stats.num_used_encoder_tokens == 0
     core.collective_rpc(RpcCall("reload_weights"))
     assert_equal(run(core, prompts[:1]), alone[:1])
     assert_nothing_is_left(core)

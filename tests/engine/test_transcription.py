@@ -140,6 +140,12 @@ def test_openais_client_gets_the_text_of_transformers(folder: Path, oracle: Any,
 
 
 @pytest.mark.one_path(reason="equal to Transformers in either case")
+def test_a_language_may_be_given_by_its_name_in_any_case(served: Served, sound: Path) -> None:
+    audio = served.client().audio.transcriptions
+    texts = [audio.create(model="demo", file=sound, language=name).text for name in ("de", "DE", "German", " german ")]
+    assert texts == texts[:1] * 4
+
+
 def test_segments_are_between_the_timestamps_of_transformers(
     folder: Path, oracle: Any, served: Served, sound: Path
 ) -> None:
@@ -227,7 +233,16 @@ def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"language": "fr"}, "language='fr' is not one of this model. Allowed: en, de."),
+        ({"language": "fr"}, "language='fr' is not one of this model. Allowed: en, de, or their"),
+        ({"language": "french"}, "language='french' is not one of this model."),
+        (
+            {"logprob_threshold": "nan"},
+            "logprob_threshold=nan is not valid. Allowed: a number; inf or",
+        ),
+        ({"compression_ratio_threshold": "NaN"}, "compression_ratio_threshold=nan is not valid."),
+        ({"temperature": "0,nan"}, "temperature=nan is not valid."),
+        ({"top_p": "nan"}, "top_p=nan is not valid."),
+        ({"repetition_penalty": "-inf"}, "repetition_penalty=-inf is not valid."),
         (
             {"response_format": "xml"},
             "response_format='xml' is not valid. Allowed: json, text, srt, ",

@@ -52,12 +52,18 @@ def test_a_lossless_image_keeps_its_pixels_from_any_source(tmp_path: Path, kind:
     content = encoded(Image.fromarray(PIXELS), kind, **({"lossless": True} if kind == "WEBP" else {}))
     (tmp_path / "image").write_bytes(content)
     url = f"data:image/x;base64,{base64.b64encode(content).decode()}"
-    sources = [content, bytearray(content), url, tmp_path / "image", Image.open(io.BytesIO(content)), PIXELS]
-    hashes = set()
-    for given in sources:
-        np.testing.assert_array_equal(pixels_of(given), PIXELS)
-        hashes.add(load("image", given).content_hash())
-    assert len(hashes) == 1
+    files = [content, bytearray(content), url, tmp_path / "image"]
+    for sources in (files, [Image.open(io.BytesIO(content)), PIXELS]):
+        for given in sources:
+            np.testing.assert_array_equal(pixels_of(given), PIXELS)
+        assert len({load("image", given).content_hash() for given in sources}) == 1
+
+
+def test_an_image_of_the_caller_may_change_afterwards() -> None:
+    given = Image.fromarray(PIXELS)
+    loaded = load("image", given)
+    given.putpixel((0, 0), (1, 2, 3))
+    np.testing.assert_array_equal(np.asarray(loaded.value), PIXELS)
 
 
 def test_arrays_of_any_usual_form_are_images() -> None:
@@ -70,7 +76,10 @@ def test_arrays_of_any_usual_form_are_images() -> None:
 
 def test_the_content_hash_tells_contents_of_one_size_apart() -> None:
     images = [PIXELS, 255 - PIXELS, PIXELS.reshape(48, 32, 3)]
-    assert len({load("image", image).content_hash() for image in images}) == 3
+    files = [encoded(Image.fromarray(image)) for image in images]
+    assert len({load("image", image).content_hash() for image in [*images, *files]}) == 6
+    details = {LOADER.load("image", files[0], "image", detail=detail).content_hash() for detail in ("low", "high")}
+    assert len(details) == 2
     sounds = [(np.zeros(9), 8000), (np.zeros(9), 16000), (np.zeros(8), 8000), (np.ones(9), 8000)]
     assert len({load("audio", sound).content_hash() for sound in sounds}) == 4
 
@@ -286,7 +295,8 @@ def test_resampling_keeps_a_tone_and_a_rate_that_fits() -> None:
     "given",
     [(np.zeros(100), 0), (np.zeros(100), -5), (np.zeros(100), 10**9), (np.zeros(100), "16000"), np.zeros(0), None,
      "", b"", b"RIFF", b"RIFF\x00\x00\x00\x00WAVEfmt ", sound(tone())[:44], np.array([1.0, np.inf]),
-     np.zeros((2, 2, 2)),
+     np.zeros((2, 2, 2)), np.array([1.0, 1e30]), sound(np.array([0.5, np.nan]), subtype="FLOAT"),
+     sound(np.array([0.5, -1e30]), subtype="FLOAT"),
      b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /etc/passwd\n"],
 )  # fmt: skip
 def test_what_is_no_audio_is_refused(given: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,13 @@ def test_options_of_a_request_change_the_number_of_pixels(tmp_path: Path) -> Non
         ({"temporal_patch_size": "a"}, "temporal_patch_size='a' of .* Allowed: 2"),
         ({"min_pixels": 10**12}, "min_pixels=1000000000000 of .* beyond the limit. Allowed: up to 89,478,485"),
         ({"size": {"shortest_edge": 10**12}}, "size=.*1000000000000.* beyond the limit. Allowed: up to 89,478,485"),
+        (
+            {"rescale_factor": math.nan},
+            "rescale_factor=nan of mm_processor_kwargs is not valid. Allowed: finite",
+        ),
+        ({"images_kwargs": {"image_mean": [0.5, 0.5, -math.inf]}}, "image_mean=.* is not valid. Allowed: finite"),
+        ({"rescale_factor": 1e30}, "makes values of .* of the image. Allowed: finite numbers of up to 10,000"),
+        ({"image_std": [1e-30, 1.0, 1.0]}, "makes values of .* of the image"),
         ({"max_pixels": "many"}, "processor does not take the image: .*max_pixels"),
     ],
 )

@@ -90,10 +90,14 @@ def test_files_and_data_beyond_the_limit_are_refused(folder: Path) -> None:
 
 def test_data_urls_are_decoded_and_damaged_ones_are_refused() -> None:
     sources = MediaSources()
-    assert sources.read("data:image/png;base64,aGk=") == sources.read("DATA:;BASE64,aGk=") == b"hi"
+    for url in ("data:image/png;base64,aGk=", "DATA:;BASE64,aGk=", "data:image/png;base64, aG\r\nk =\n"):
+        assert sources.read(url) == b"hi"
+    frames = "data:video/jpeg;base64,aG\nk=, aGk="
+    assert sources.frames(frames) == [b"hi", b"hi"]
     for damaged in (
         "data:image/png;base64,aGk",
-        "data:image/png;base64,aG k=",
+        "data:image/png;base64,aG-k",
+        "data:image/png;base64,aGk=é",
         "data:image/png,hi",
         "data:",
         "data:;base64",

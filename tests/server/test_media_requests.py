@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,6 @@ def test_the_model_says_what_it_takes(server: Served) -> None:
         ([*BOTH, image(URLS[0])], "The prompt has 3 items of image. Allowed: 2 (limit_mm_per_prompt)"),
         ([image(URLS[0], detail="tiny")], "detail='tiny' is not valid. Allowed: auto, low, high"),
         ([{"type": "input_audio", "input_audio": {"data": "aGk=", "format": "wav"}}], "is audio, which this"),
-        ([image(URLS[0]), "<vision_start> <image> <vision_end>"], "placeholder"),
         ([{"type": "image_embeds", "image_embeds": "aGk="}], "image_embeds"),
     ],
 )  # fmt: skip
@@ -191,6 +191,39 @@ def test_what_cannot_be_read_is_an_error_of_its_request(server: Served, content:
     assert reply.status == 400, reply.body
     assert said in reply.error["message"]
     assert server.post("/v1/chat/completions", chat(image(URLS[0]), TEXT)).status == 200
+
+
+def test_a_typed_placeholder_is_text(server: Served, client: OpenAI) -> None:
+    typed = "<vision_start> <image> <vision_end>"
+    plain = server.post("/v1/chat/completions", chat(image(URLS[0]), TEXT)).json["usage"]["prompt_tokens"]
+    for content in ([image(URLS[0]), TEXT, typed], [typed, image(URLS[0]), TEXT]):
+        reply = server.post("/v1/chat/completions", chat(*content))
+        assert reply.status == 200, reply.body
+        # The tokens of the words of the text, and no other image.
+        assert reply.json["usage"]["prompt_tokens"] == plain + 3
+    # Without an image the token is one like others.
+    assert client.chat.completions.create(**chat(typed)).usage.prompt_tokens == 5
+
+
+def test_processed_images_are_counted(server: Served) -> None:
+    def counts() -> list[float]:
+        text = server.request("GET", "/metrics").body.decode()
+        names = ("mm_cache_queries", "mm_cache_hits")
+        return [float(re.findall(rf"^penstock:{name}_total{{.*}} (.*)$", text, re.MULTILINE)[0]) for name in names]
+
+    before = counts()
+    for _ in range(2):
+        assert server.post("/v1/chat/completions", chat(*BOTH, words(11, 12))).status == 200
+    queries, hits = (now - then for now, then in zip(counts(), before, strict=True))
+    assert queries == 4
+    assert hits >= 2
+
+
+def test_base64_may_have_line_breaks(server: Served, expected: tuple[str, int]) -> None:
+    lines = "\r\n".join(re.findall(".{1,76}", DATA[0]))
+    urls = [f"data:image/png;base64, {lines}\n", URLS[1]]
+    reply = server.post("/v1/chat/completions", chat(*map(image, urls), TEXT)).json
+    assert reply["choices"][0]["message"]["content"] == expected[0]
 
 
 def test_errors_name_the_clients_field(server: Served) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models
 
 from penstock.config import StructuredOutputsConfig
 from penstock.contract import StructuredOutputsParams
@@ -307,6 +308,12 @@ def test_a_token_that_is_longer_than_the_librarys_is_named(kind: str) -> None:
     vocabulary = dict(zip(tokens, range(2), strict=True)) if kind == "BPE" else [[token, 0.0] for token in tokens]
     with pytest.raises(UnsupportedFeature, match="a token of 2,000 bytes"):
         LLGuidanceBackend(json.dumps({"model": {"type": kind, "vocab": vocabulary}}), 2, [0])
+
+
+def test_a_tokenizer_that_the_library_does_not_read_is_named() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    with pytest.raises(UnsupportedFeature, match="not for this model: llguidance cannot read its tokenizer .*decoder"):
+        LLGuidanceBackend(tokenizer.to_str(), 2, [0])
 
 
 def test_right_recursion_of_gbnf_is_followed_for_as_long_as_the_output_goes_on() -> None:

@@ -76,7 +76,7 @@ def screen(history: History, url: str, width: int) -> RenderableType:
         "",
         _steps(history, room),
         "",
-        _blocks(sample["kv_cache"], room),
+        _caches(sample["kv_cache"], sample["encoder_cache"], room),
         "",
         _foot(history, width),
     )
@@ -132,18 +132,30 @@ def _steps(history: History, room: int) -> Table:
     return _rows(rows)
 
 
-def _blocks(kv_cache: dict[str, int], room: int) -> Table:
-    number, used, cached = max(1, kv_cache["num_blocks"]), kv_cache["used"], kv_cache["cached"]
-    counts = {"used": used, "cached": cached, "free": kv_cache["num_blocks"] - used - cached}
-    ends = [round(room * used / number), round(room * (used + cached) / number), room]
-    widths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
-    bar = [(sign * width, style) for (_, style, sign), width in zip(_BLOCKS, widths, strict=True)]
-    legend = ", ".join(f"{count} {name}" for name, count in counts.items())
-    rows = [("KV cache", bar, f"{100 * used / number:.0f} %"), ("", [(legend, "bright_black")], "")]
+def _caches(kv_cache: dict[str, int], encoder_cache: dict[str, int], room: int) -> Table:
+    number, used = kv_cache["num_blocks"], kv_cache["used"]
+    legend, bar = _parts_of_bar(number, used, kv_cache["cached"], room)
+    rows = [("KV cache", bar, f"{100 * used / max(1, number):.0f} %"), ("", [(legend, "bright_black")], "")]
     if num_states := kv_cache["num_states"]:
         states = f"{num_states}, {kv_cache['used_states']} used, {kv_cache['snapshots']} snapshots"
         rows.append(("states", [(states, "bright_black")], f"{100 * kv_cache['used_states'] / num_states:.0f} %"))
+    if num_tokens := encoder_cache["num_tokens"]:
+        used, cached = encoder_cache["used"], encoder_cache["cached"]
+        legend, bar = _parts_of_bar(num_tokens, used, cached, room)
+        legend += f" tokens; items found {_share(encoder_cache['hits'], encoder_cache['queries'])}"
+        rows.append(("encoder cache", bar, f"{100 * (used + cached) / num_tokens:.0f} %"))
+        rows.append(("", [(legend, "bright_black")], ""))
     return _rows(rows)
+
+
+def _parts_of_bar(number: int, used: int, cached: int, room: int) -> tuple[str, list[tuple[str, str]]]:
+    """Legend and coloured parts of a bar of what is used, cached and free."""
+    counts = {"used": used, "cached": cached, "free": number - used - cached}
+    whole = max(1, number)
+    ends = [round(room * used / whole), round(room * (used + cached) / whole), room]
+    widths = [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+    bar = [(sign * width, style) for (_, style, sign), width in zip(_BLOCKS, widths, strict=True)]
+    return ", ".join(f"{count} {name}" for name, count in counts.items()), bar
 
 
 def _foot(history: History, width: int) -> Text:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @options.engine_command(without=("block_size",))
 def transcribe(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Sound: WAV, or with the extra audio other formats")],
-    language: Annotated[str | None, typer.Option(help="Code of its language, such as en  [default: detected]")] = None,
+    language: Annotated[str | None, typer.Option(help="Its language, such as en  [default: detected]")] = None,
     translate: Annotated[bool, typer.Option("--translate", help="Translate into English")] = False,
     prompt: Annotated[str | None, typer.Option(help="Text before the speech, whose words and style it follows")] = None,
     form: Annotated[str, typer.Option("--format", "-f", help="text, json, verbose_json, srt or vtt")] = "text",

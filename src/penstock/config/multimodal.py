@@ -92,7 +92,10 @@ def _read(name: str, given: Mapping[str, Any] | str | None) -> dict[str, Any]:
     try:
         fields = parse_json_text(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise ConfigError(f"{name}={shown(given)} is not JSON: {error}.") from error
+        raise ConfigError(
+            f"{name}={shown(given)} is not JSON: {error}. Allowed: a dictionary by modality, or JSON of one, such as "
+            '{"image": ...}.'
+        ) from error
     if fields is None:
         return {}
     if not isinstance(fields, Mapping):

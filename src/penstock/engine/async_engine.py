@@ -112,6 +112,7 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
         self._dispatcher = self._thread.dispatcher
         self._tokenizer = tokenizer()
         self._input_processor = input_processor_for(config, self._tokenizer, self._dispatcher.core, front_end)
+        self._dispatcher.count_media(self._input_processor.media_intake.cache_counts)
         self._intake = RequestIntake(self._input_processor, self._thread.check_running)
         # An engine that is garbage-collected without a shutdown must free its memory.
         weakref.finalize(self, self._thread.stop).atexit = False

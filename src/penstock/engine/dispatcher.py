@@ -124,6 +124,10 @@ class Dispatcher:
             core_ids = self._processor.forget(req_ids, refusal)
         self.core.abort_requests(core_ids)
 
+    def count_media(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Take the counts of media items into the metrics; see `EngineMetrics.media_counts`."""
+        self._processor.count_media(counts)
+
     def metrics(self) -> list[Metric]:
         """Current metrics of the core and its requests."""
         stats = self.core.stats()

@@ -58,6 +58,7 @@ class Session:
             raise
         self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
+        self._dispatcher.count_media(self._input_processor.media_intake.cache_counts)
         self._live_view.start(self._dispatcher)
         self._lock = LimitedLock("finish its step")
         self._is_closed = False

@@ -22,6 +22,8 @@ MIN_RATE, MAX_RATE = 1_000, 768_000
 # Of samples that come without a rate, for the limit of their length.
 _USUAL_RATE = 16_000
 _BLOCK = 1 << 18
+# Beyond it the power of a spectrogram is no float any more.
+_LOUDEST = 1e6
 _NUM_ZEROS = 10
 _KAISER_BETA = 5.0
 
@@ -36,6 +38,10 @@ def read_audio(given: Any, options: AudioOptions) -> Media:
         samples = _samples_of(values, rate, options)
     if not len(samples):
         raise InvalidMedia("It has no samples. Allowed: at least one.")
+    if not -_LOUDEST <= samples.min() <= samples.max() <= _LOUDEST:
+        raise InvalidMedia(
+            f"It has samples of {samples.min():g} to {samples.max():g}. Allowed: finite numbers, of -1 to 1 as a rule."
+        )
     return Media(AUDIO, samples, None if rate is None else float(rate))
 
 
@@ -85,8 +91,6 @@ def _samples_of(given: Any, rate: Any, options: AudioOptions) -> Samples:
     samples = _floats(values)
     if samples.ndim == 2:
         samples = samples.mean(axis=0 if samples.shape[0] < samples.shape[1] else 1)
-    if not np.isfinite(samples).all():
-        raise InvalidMedia("It has samples that are not finite numbers. Allowed: floats, of -1 to 1 as a rule.")
     return samples
 
 

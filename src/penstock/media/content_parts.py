@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from penstock.contract.param_checks import shown
 from penstock.errors import InvalidRequest, UnsupportedParameter
@@ -20,6 +20,10 @@ _FEATURES = {"image_embeds": IMAGE, "audio_embeds": AUDIO}
 _KINDS |= _FEATURES
 _FIELDS = {"input_image": ("image_url",), IMAGE: (IMAGE, "url", "path"), AUDIO: (AUDIO, "url", "path")}
 _FIELDS |= {VIDEO: (VIDEO, "url", "path")}
+# Zero-width space.
+_PARTING = "\u200b"
+# Texts that stand for an item, by modality.
+Markers: TypeAlias = Mapping[str, Callable[[], tuple[str, ...]]]
 _WORDS = {IMAGE: "an image", AUDIO: "audio", VIDEO: "a video"}
 
 
@@ -35,12 +39,13 @@ class GivenMedia:
 class MessageMedia:
     """Images, audio and video of a conversation, collected from its messages in order.
 
-    markers: by modality of the model, gives the text that stands for an item in templates that take texts.
-    data: items by modality. uuids: names that the caller gave them, None where it gave none.
+    markers: by modality of the model, gives texts that stand for an item in a prompt; templates that take texts get the
+    first. data: items by modality. uuids: names that the caller gave them, None where it gave none.
     """
 
-    def __init__(self, markers: Mapping[str, Callable[[], str]]) -> None:
+    def __init__(self, markers: Markers) -> None:
         self._markers = markers
+        self._reserved: set[str] = set()
         self.data: dict[str, list[GivenMedia]] = {}
         self.uuids: dict[str, list[str | None]] = {}
 
@@ -56,6 +61,19 @@ class MessageMedia:
     def has_uuids(self) -> bool:
         """Whether the caller gave an item a name."""
         return any(uuid is not None for uuids in self.uuids.values() for uuid in uuids)
+
+    def as_text(self, value: Any) -> Any:
+        """Data of a conversation in whose texts nothing stands for an item, which the parts alone do.
+
+        Where a text has a placeholder, or the token of an item's features, an invisible character parts it.
+        """
+        if isinstance(value, str):
+            for text in self._reserved:
+                value = value.replace(text, f"{text[:1]}{_PARTING}{text[1:]}") if text else value
+            return value
+        if isinstance(value, Mapping) and MARKER not in value:
+            return {name: self.as_text(one) for name, one in value.items()}
+        return [self.as_text(one) for one in value] if isinstance(value, (list, tuple)) else value
 
     def _template_part(self, part: Any, name: str) -> Any:
         kind = part.get("type") if isinstance(part, Mapping) else None
@@ -73,7 +91,9 @@ class MessageMedia:
             raise InvalidRequest(f"{name}.uuid={shown(uuid)} is not valid. Allowed: text.")
         self.data.setdefault(modality, []).append(GivenMedia(given, name, detail))
         self.uuids.setdefault(modality, []).append(uuid)
-        return {"type": modality, MARKER: self._markers[modality]()}
+        texts = self._markers[modality]()
+        self._reserved.update(texts)
+        return {"type": modality, MARKER: texts[0]}
 
 
 def _content(part: Mapping[str, Any], kind: str, name: str) -> tuple[Any, str | None]:

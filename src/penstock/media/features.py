@@ -44,7 +44,8 @@ def rows_of(name: str, given: Any, width: int | None, max_rows: int) -> NDArray[
     if values.ndim != 2 or width not in (None, values.shape[1]) or not values.size:
         size = "hidden size" if width is None else width
         raise InvalidRequest(
-            f"{name} has the shape {list(values.shape)}. Allowed: [tokens, {size}], with a row per token."
+            f"{name} has the shape {list(values.shape)}. Allowed: [tokens, {size}] or [1, tokens, {size}], with a row "
+            "per token."
         )
     if values.dtype.kind != "f":
         raise InvalidRequest(f"{name} has the dtype {values.dtype}. Allowed: float32, bfloat16, float16.")

@@ -6,6 +6,7 @@ Transparent pixels are blended with a background, white by default, as vLLM's ar
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,9 @@ def read_image(given: Any, options: ImageOptions) -> Image.Image:
         else:
             image = given if isinstance(given, library.Image) else library.fromarray(_pixels(given))
         options.check(*image.size)
-        return _upright_rgb(image, options)
+        made = _upright_rgb(image, options)
+        # The caller's image may change meanwhile.
+        return made.copy() if made is given else made
     except InvalidMedia:
         raise
     except library.DecompressionBombError:
@@ -52,13 +55,13 @@ def read_image(given: Any, options: ImageOptions) -> Image.Image:
 
 
 def _upright_rgb(image: Image.Image, options: ImageOptions) -> Image.Image:
-    from PIL import Image, ImageOps
+    from PIL import ExifTags, Image, ImageOps
 
     image.load()
-    try:
-        image = ImageOps.exif_transpose(image)
-    except Exception:  # metadata that are damaged leave the image as it is
-        image = image.copy()
+    # Damaged metadata leave the image as it is. One that is upright is not copied.
+    with suppress(Exception):
+        if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+            image = ImageOps.exif_transpose(image)
     if image.mode == "I" or image.mode.startswith("I;16"):
         # Gray of 16 bits, which PIL itself would clip.
         values = np.clip(np.asarray(image), 0, 0xFFFF)
@@ -68,7 +71,7 @@ def _upright_rgb(image: Image.Image, options: ImageOptions) -> Image.Image:
         behind = Image.new("RGB", seen.size, options.rgba_background_color)
         behind.paste(seen, mask=seen.getchannel("A"))
         return behind
-    return image.convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _has_alpha(image: Image.Image) -> bool:

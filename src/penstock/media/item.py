@@ -31,6 +31,7 @@ class Media:
     detail: size that the request asks of an image: "low", "high" or "auto".
     is_features: value is what an encoder would make of the item, [L, D], floats. grid: of its patches in time, height
         and width, for models that have such.
+    file_hash: digest of the file that it was decoded from; None for one that came decoded.
     """
 
     modality: str
@@ -41,6 +42,7 @@ class Media:
     detail: str = "auto"
     is_features: bool = False
     grid: tuple[int, ...] | None = None
+    file_hash: str | None = None
 
     @property
     def is_picture(self) -> bool:
@@ -54,7 +56,12 @@ class Media:
         return size
 
     def content_hash(self) -> str:
-        """Digest of the decoded content, in hexadecimal; equal for equal content of any source."""
+        """Digest of the content, in hexadecimal: equal for equal files from any place, and for equal decoded content.
+
+        A file is its own content, since an engine decodes all alike; it is smaller than what is decoded from it.
+        """
+        if self.file_hash is not None:
+            return hashlib.blake2b(repr((self.modality, self.detail, self.file_hash)).encode()).hexdigest()
         is_image = self.is_picture
         form: tuple[Any, ...] = (self.value.size if is_image else self.value.shape, self.rate, self.frame_indices)
         form = (*form, self.grid, self.value.dtype.name) if self.is_features else form

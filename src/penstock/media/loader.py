@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Self
 
@@ -88,6 +90,10 @@ class MediaLoader:
             given = self._sources.read(given)
         elif isinstance(given, (bytearray, memoryview)):
             given = bytes(given)
+        media = self._decoded(modality, given, detail)
+        return replace(media, file_hash=blake2b(given).hexdigest()) if isinstance(given, bytes) else media
+
+    def _decoded(self, modality: str, given: Any, detail: str | None) -> Media:
         if modality == AUDIO:
             return read_audio(given, self._options.audio)
         if modality == VIDEO:

@@ -6,8 +6,6 @@ pickle may name nothing but the functions and types that describe a plain tensor
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import pickle
 import zipfile
@@ -18,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import InvalidRequest
+from penstock.media.base64_text import base64_bytes
 
 # Storages by their name in the pickle, and numpy's dtype of their bytes. bfloat16 is the upper half of a float32.
 _STORAGES = {"FloatStorage": "<f4", "HalfStorage": "<f2", "BFloat16Storage": "<u2", "LongStorage": "<i8"}
@@ -69,17 +68,22 @@ def read_saved_tensor(name: str, text: str, max_rows: int) -> NDArray[Any]:
     name: of the field. max_rows: most rows of the last dimension. Raises InvalidRequest for anything else.
     """
     try:
-        return _read(base64.b64decode(text, validate=True), max_rows)
+        return _read(_bytes(text), max_rows)
     except InvalidRequest as error:
         reason = str(error)
-    except binascii.Error:
-        reason = "it is not base64"
     # A damaged archive or pickle raises anything.
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
     raise InvalidRequest(
         f"{name} is not a saved tensor: {reason}. Give base64 of the bytes that torch.save(tensor, file) writes."
     )
+
+
+def _bytes(text: str) -> bytes:
+    try:
+        return base64_bytes(text)
+    except ValueError:
+        raise InvalidRequest("it is not base64") from None
 
 
 def _read(data: bytes, max_rows: int) -> NDArray[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import os
 import stat
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from penstock.contract.param_checks import shown
 from penstock.errors import ConfigError, InvalidMedia
+from penstock.media.base64_text import base64_bytes
 from penstock.media.download import DownloadLimits, download
 
 _ALLOWED = "Allowed: a data:, http:, https: or file: URL, or a path"
@@ -69,8 +69,8 @@ class MediaSources:
         if len(payload) > self._limits.max_bytes * 4 // 3 + 4:
             raise self._too_large(head, len(payload) * 3 // 4)
         try:
-            return binascii.a2b_base64(payload, strict_mode=True)
-        except (binascii.Error, ValueError) as error:
+            return base64_bytes(payload)
+        except ValueError as error:
             raise InvalidMedia(f"{shown(head)} has data that are not base64: {error}.") from None
 
     def _local(self, source: str, scheme: str) -> bytes:

@@ -95,6 +95,10 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Whether `before_step` is to be called soon, though all requests wait."""
         return False
 
+    def counts(self) -> Mapping[str, int]:
+        """Counts of the feature, as fields of `SchedulerStats`."""
+        return {}
+
     def close(self) -> None:  # noqa: B027
         """End threads; the core is closed. Idempotent."""
 

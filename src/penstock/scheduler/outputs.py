@@ -37,6 +37,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_states: usable blocks of recurrent states. num_used_states: held ones. num_snapshots: states that are kept
         for later requests, without superseded ones. num_snapshots_taken, num_snapshots_evicted: so far; evicted are
         those that made room before they were superseded.
+    num_encoder_tokens: tokens of media items for whose features the encoder cache has room. num_used_encoder_tokens: of
+        items that running requests use. num_cached_encoder_tokens: of further ones with features. num_encoder_queries,
+        num_encoder_hits: items that requests have looked up, and found, so far.
     """
 
     num_running_reqs: int
@@ -50,6 +53,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_snapshots: int = 0
     num_snapshots_taken: int = 0
     num_snapshots_evicted: int = 0
+    num_encoder_tokens: int = 0
+    num_used_encoder_tokens: int = 0
+    num_cached_encoder_tokens: int = 0
+    num_encoder_queries: int = 0
+    num_encoder_hits: int = 0
 
     @property
     def kv_cache_usage(self) -> float:
@@ -58,6 +66,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
             self.num_used_blocks / max(1, self.num_blocks),
             self.num_used_states / max(1, self.num_states),
         )
+
+    @property
+    def encoder_cache_usage(self) -> float:
+        """Share of the encoder cache that has features, 0 to 1."""
+        filled = self.num_used_encoder_tokens + self.num_cached_encoder_tokens
+        return filled / max(1, self.num_encoder_tokens)
 
 
 NO_STATS = SchedulerStats(num_running_reqs=0, num_waiting_reqs=0, num_blocks=0, num_used_blocks=0)

@@ -124,6 +124,7 @@ class Scheduler:
         """Counts of requests and blocks, between two steps."""
         states = [pool for pool in self.kv_cache.pools if isinstance(pool, StatePool)]
         blocks = [pool for pool in self.kv_cache.pools if not isinstance(pool, StatePool)]
+        of_features = {name: count for feature in self.features for name, count in feature.counts().items()}
         return SchedulerStats(
             num_running_reqs=self.num_running,
             num_waiting_reqs=self.num_waiting,
@@ -136,6 +137,7 @@ class Scheduler:
             num_snapshots=sum(pool.num_snapshots for pool in states),
             num_snapshots_taken=sum(pool.num_taken for pool in states),
             num_snapshots_evicted=sum(pool.num_evicted for pool in states),
+            **of_features,
         )
 
     @property

@@ -61,6 +61,7 @@ class LLGuidanceBackend:
     """Compiler of constraints for one tokenizer.
 
     tokenizer_json: of the `tokenizers` library. bounds: default ones of what a schema leaves open.
+    Raises UnsupportedFeature for a tokenizer that llguidance does not read, such as one without a decoder.
     """
 
     def __init__(
@@ -74,17 +75,18 @@ class LLGuidanceBackend:
         self._eos_token_ids = frozenset(eos_token_ids)
         content = json.loads(tokenizer_json)
         _check_tokens(content)
-        self._tokenizer = LLTokenizer(
-            tokenizer_json,
-            n_vocab=vocab_size,
-            eos_token=sorted(self._eos_token_ids),
-            slices=[
-                _LETTERS_AND_DIGITS,
-                *LLTokenizer.general_slices()[:-1],
-                _UP_TO_100,
-                LLTokenizer.general_slices()[-1],
-            ],
-        )
+        general = LLTokenizer.general_slices()
+        try:
+            self._tokenizer = LLTokenizer(
+                tokenizer_json,
+                n_vocab=vocab_size,
+                eos_token=sorted(self._eos_token_ids),
+                slices=[_LETTERS_AND_DIGITS, *general[:-1], _UP_TO_100, general[-1]],
+            )
+        except ValueError as error:
+            raise UnsupportedFeature(
+                f"Structured outputs are not for this model: llguidance cannot read its tokenizer ({error})."
+            ) from error
         self._end_words = _end_mask(vocab_size, self._eos_token_ids)
         self._special_ids = {
             token["content"]: token["id"]

@@ -97,8 +97,8 @@ class Tokenizer:
     vocab_size: upper bound of token ids, added tokens included. bos_token_id, eos_token_id: None if the model has none.
     encoding: tokenizer of Transformers that `backend` wraps, if any.
     read_templates: reads the folder's chat templates; None if only Transformers can.
-    media_markers: gives the text that stands for an image, audio or a video in a prompt, by what the engine takes; it
-    sets them.
+    media_markers: gives the texts that stand for an image, audio or a video in a prompt, its placeholder first, by what
+    the engine takes; it sets them.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Tokenizer:
         encoding: Any = None,
         read_templates: Callable[[], ModelTemplates] | None = None,
     ) -> None:
-        self.media_markers: Mapping[str, Callable[[], str]] = {}
+        self.media_markers: Mapping[str, Callable[[], tuple[str, ...]]] = {}
         self.folder = folder
         self.vocab_size = vocab_size
         self.bos_token_id = bos_token_id

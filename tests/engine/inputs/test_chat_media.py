@@ -48,7 +48,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def with_markers(tokenizer: Tokenizer, markers: dict[str, str] = MARKERS) -> Tokenizer:
-    tokenizer.media_markers = {modality: partial(str, marker) for modality, marker in markers.items()}
+    tokenizer.media_markers = {modality: partial(tuple, [marker]) for modality, marker in markers.items()}
     return tokenizer
 
 
@@ -173,7 +173,7 @@ def test_a_part_without_content_is_refused_with_its_place(tokenizer: Tokenizer, 
 def test_media_that_the_model_does_not_take_are_refused(
     tokenizer: Tokenizer, markers: dict[str, str], taken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer, "media_markers", dict.fromkeys(markers, str))
+    monkeypatch.setattr(tokenizer, "media_markers", dict.fromkeys(markers, lambda: ("",)))
     said = rf"messages\[0\]\.content\[0\] of type 'image_url' is an image, .*Allowed: {taken}\.$"
     with pytest.raises(UnsupportedParameter, match=said):
         render_prompt(tokenizer, [user(url("a"))])

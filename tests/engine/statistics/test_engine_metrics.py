@@ -81,6 +81,11 @@ def test_gauges_are_those_of_the_scheduler() -> None:
         num_snapshots=2,
         num_snapshots_taken=9,
         num_snapshots_evicted=7,
+        num_encoder_tokens=100,
+        num_used_encoder_tokens=20,
+        num_cached_encoder_tokens=30,
+        num_encoder_queries=5,
+        num_encoder_hits=4,
     )
     metrics = EngineMetrics("demo", has_prefix_cache=True).read(stats, [])
     gauges = {metric.name: metric.value for metric in metrics if isinstance(metric, Gauge)}
@@ -91,10 +96,14 @@ def test_gauges_are_those_of_the_scheduler() -> None:
         "penstock:kv_cache_usage_perc": 0.75,
         "penstock:num_states": 8.0,
         "penstock:num_state_snapshots": 2.0,
+        "penstock:encoder_cache_usage_perc": 0.5,
+        "penstock:num_encoder_cache_tokens": 100.0,
     }
     counters = {metric.name: metric.value for metric in metrics if isinstance(metric, Counter)}
     assert counters["penstock:state_snapshots_taken"] == 9
     assert counters["penstock:state_snapshots_evicted"] == 7
+    assert counters["penstock:encoder_cache_queries"] == 5
+    assert counters["penstock:encoder_cache_hits"] == 4
     assert {metric.labels["model_name"] for metric in metrics} == {"demo"}
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from penstock.config import EngineConfig
 from penstock.contract import SamplingParams, SchedulerOutput, StructuredOutputsParams
+from penstock.errors import UnsupportedFeature
 from penstock.features.structured_output.messages import BitmaskPart
 from penstock.features.structured_output.scheduling import StructuredOutputScheduling
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -210,6 +211,18 @@ def test_a_failed_compilation_ends_its_remaining_requests_only(core: Core) -> No
     assert sorted(core.errors()) == ["a", "c"]
     assert all(output.finish_reason is FinishReason.INVALID for output in core.ended)
     assert all("minLength" in error and "grammar failed" not in error for error in core.errors().values())
+
+
+def test_a_tokenizer_that_allows_no_constraints_refuses_each_request(config: EngineConfig) -> None:
+    def make_backend() -> Any:
+        raise UnsupportedFeature("Structured outputs are not for this model")
+
+    core = Core(config, make_backend)
+    core.add("a", **DIGITS)
+    core.ready_all()
+    assert [output.finish_reason for output in core.ended] == [FinishReason.INVALID]
+    assert core.errors() == {"a": "Structured outputs are not for this model"}
+    core.feature.close()
 
 
 def test_a_reused_request_id_gets_its_own_grammar_and_failures(core: Core) -> None:

@@ -67,14 +67,15 @@ def render_prompt(
             f"Allowed: {', '.join(CONTENT_FORMATS)}."
         )
     media = MessageMedia(tokenizer.media_markers)
+    plain = _plain_messages(messages, media)
     text = tokenizer.apply_chat_template(
-        _plain_messages(messages, media),
+        media.as_text(plain),
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         chat_template=chat_template,
-        tools=as_list(tools),
+        tools=media.as_text(as_list(tools)),
         write_calls=write_calls,
-        variables=_variables(chat_template_kwargs),
+        variables=media.as_text(_variables(chat_template_kwargs)),
         content_format=chat_template_content_format,
     )
     prompt: Any = {"prompt": RenderedText(text)}

@@ -119,6 +119,10 @@ class MediaIntake:
         token_ids, part = self._media.expand(loaded, encode)
         return with_parts(cast("Prompt", {**fields, "prompt_token_ids": token_ids}), [part])
 
+    def cache_counts(self) -> tuple[int, int]:
+        """Numbers of items that were looked up among processed ones so far, and found."""
+        return (0, 0) if self._media is None else self._media.cache_counts
+
     def reset_cache(self) -> None:
         """Forget processed media."""
         if self._media is not None:

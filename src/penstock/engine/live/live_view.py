@@ -49,6 +49,22 @@ class LiveKvCache:
         return max(self.used / max(1, self.num_blocks), self.used_states / max(1, self.num_states))
 
 
+@dataclass(slots=True)
+class LiveEncoderCache:
+    """Features of images, sounds and videos in the encoder caches of all cores.
+
+    num_tokens: tokens of items that have room; 0 for a model of text. used: those of items that running requests use.
+    cached: of others, which are found again. queries: items that requests needed, of the current cores. hits: those
+    that were found.
+    """
+
+    num_tokens: int = 0
+    used: int = 0
+    cached: int = 0
+    queries: int = 0
+    hits: int = 0
+
+
 @dataclass(slots=True, kw_only=True)
 class LiveCounters:
     """Counts since the start. computed_tokens: of the current cores' steps."""
@@ -104,6 +120,7 @@ class LiveSample:
     time: float
     requests: LiveRequests = field(default_factory=LiveRequests)
     kv_cache: LiveKvCache = field(default_factory=LiveKvCache)
+    encoder_cache: LiveEncoderCache = field(default_factory=LiveEncoderCache)
     counters: LiveCounters
     time_to_first_token: LiveSeconds
     inter_token_latency: LiveSeconds
@@ -213,6 +230,13 @@ def sample_of(totals: RequestTotals, status: BrokerStatus | None, max_num_seqs: 
             num_states=stats.num_states,
             used_states=stats.num_used_states,
             snapshots=stats.num_snapshots,
+        )
+        sample.encoder_cache = LiveEncoderCache(
+            num_tokens=stats.num_encoder_tokens,
+            used=stats.num_used_encoder_tokens,
+            cached=stats.num_cached_encoder_tokens,
+            queries=stats.num_encoder_queries,
+            hits=stats.num_encoder_hits,
         )
         sample.counters.computed_tokens = stats.num_computed_tokens
     return sample

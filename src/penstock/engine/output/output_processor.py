@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -129,6 +129,10 @@ class OutputProcessor:
             follow_up = follow_up or FollowUp()
             self._announce(follow_up)
         return follow_up
+
+    def count_media(self, counts: Callable[[], tuple[int, int]]) -> None:
+        """Take the counts of media items into the metrics; see `EngineMetrics.media_counts`."""
+        self._metrics.media_counts = counts
 
     def metrics(self, stats: SchedulerStats) -> list[Metric]:
         """Metrics of all requests so far. stats: of the core."""

@@ -81,12 +81,15 @@ class RequestTotals(Totals):
     """Counters and histograms of the requests of one front end, or of several together.
 
     num_queried_tokens: prompt tokens that were looked up in the prefix cache; num_cached_tokens: found there.
+    num_media_queries: media items that were looked up among processed ones; num_media_hits: found there.
     num_ended: ended requests by `FinishReason`. num_refused: requests that no core admitted, by reason.
     """
 
     num_prompt_tokens: int = 0
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
+    num_media_queries: int = 0
+    num_media_hits: int = 0
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     drafts: SpecDecodeMetrics = msgspec.field(default_factory=SpecDecodeMetrics)

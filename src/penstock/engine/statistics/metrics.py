@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -61,12 +61,14 @@ Metric: TypeAlias = Counter | Vector | Gauge | Histogram
 class EngineMetrics:
     """Metrics of the requests of one engine; the counts of running requests are added by `totals`.
 
-    has_prefix_cache: whether prompts are looked up in a prefix cache.
+    has_prefix_cache: whether prompts are looked up in a prefix cache. media_counts: gives the numbers of media items
+    that were looked up among processed ones, and found; the engine sets it.
     """
 
     def __init__(self, model_name: str, *, has_prefix_cache: bool) -> None:
         self._labels = {"model_name": model_name}
         self._has_prefix_cache = has_prefix_cache
+        self.media_counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._noted = RequestTotals()
         self.note_first_token = self._noted.note_first_token
         self.note_later_tokens = self._noted.note_later_tokens
@@ -83,6 +85,7 @@ class EngineMetrics:
         """Copy of the counts of all requests. running: (prompt tokens, metrics so far) of each unfinished request."""
         totals = RequestTotals()
         totals.add(self._noted)
+        totals.num_media_queries, totals.num_media_hits = self.media_counts()
         for num_prompt_tokens, metrics in running:
             totals.note_counts(num_prompt_tokens, metrics, has_prefix_cache=self._has_prefix_cache)
         return totals
@@ -100,11 +103,19 @@ def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iter
         "kv_cache_usage_perc": stats.kv_cache_usage,
         "num_states": stats.num_states,
         "num_state_snapshots": stats.num_snapshots,
+        "encoder_cache_usage_perc": stats.encoder_cache_usage,
+        "num_encoder_cache_tokens": stats.num_encoder_tokens,
     }
     for name, value in values.items():
         yield Gauge(PREFIX + name, labels, float(value))
-    yield Counter(PREFIX + "state_snapshots_taken", labels, stats.num_snapshots_taken)
-    yield Counter(PREFIX + "state_snapshots_evicted", labels, stats.num_snapshots_evicted)
+    counts = {
+        "state_snapshots_taken": stats.num_snapshots_taken,
+        "state_snapshots_evicted": stats.num_snapshots_evicted,
+        "encoder_cache_queries": stats.num_encoder_queries,
+        "encoder_cache_hits": stats.num_encoder_hits,
+    }
+    for name, count in counts.items():
+        yield Counter(PREFIX + name, labels, count)
 
 
 def metrics_of(totals: RequestTotals, labels: dict[str, str]) -> Iterator[Metric]:
@@ -116,6 +127,8 @@ def metrics_of(totals: RequestTotals, labels: dict[str, str]) -> Iterator[Metric
         "generation_tokens": totals.num_generated_tokens,
         "prefix_cache_queries": totals.num_queried_tokens,
         "prefix_cache_hits": totals.num_cached_tokens,
+        "mm_cache_queries": totals.num_media_queries,
+        "mm_cache_hits": totals.num_media_hits,
         "spec_decode_num_drafts": drafts.num_drafts,
         "spec_decode_num_draft_tokens": drafts.num_draft_tokens,
         "spec_decode_num_accepted_tokens": drafts.num_accepted_tokens,

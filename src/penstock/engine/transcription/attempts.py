@@ -5,12 +5,13 @@ As in section 4.5 of the paper (Radford et al. 2022, https://arxiv.org/abs/2212.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.contract import SamplingParams
-from penstock.contract.param_checks import shown
+from penstock.contract.param_checks import invalid, shown
 from penstock.errors import InvalidParameter
 
 
@@ -53,7 +54,13 @@ def temperatures_of(text: str) -> tuple[float, ...]:
 
 
 def thresholds_of(temperatures: Sequence[float], given: Mapping[str, float | None]) -> Thresholds:
-    """Thresholds by their options; with several temperatures the usual ones where one is None or missing."""
+    """Thresholds by their options; with several temperatures the usual ones where one is None or missing.
+
+    Raises InvalidParameter for NaN.
+    """
+    for name, value in given.items():
+        if value is not None and math.isnan(value):
+            raise invalid(name, value, "a number; inf or -inf for no limit")
     fields = {field: value for name, field in THRESHOLD_OPTIONS.items() if (value := given.get(name)) is not None}
     return replace(_USUAL if len(temperatures) > 1 else NO_THRESHOLDS, **fields)
 

@@ -63,15 +63,29 @@ class SpeechTokens:
             alignment_heads=[(layer, head) for layer, head in fields.get("alignment_heads") or ()],
         )
 
-    def check(self, task: str, language: str | None, *, timestamps: bool, words: bool) -> None:
+    def code_of(self, language: str | None) -> str | None:
+        """Code of a language that is given by its code or its English name, in any case; None for None.
+
+        Raises InvalidParameter for a language that the model does not know.
+        """
+        if language is None:
+            return None
+        known = self.languages or ("en",)
+        name = language.strip().lower()
+        code = name if name in known else _codes().get(name)
+        if code not in known:
+            raise InvalidParameter(
+                f"language={shown(language)} is not one of this model. Allowed: {', '.join(known)}, or their English "
+                "names."
+            )
+        return code
+
+    def check(self, task: str, *, timestamps: bool, words: bool) -> None:
         """Raise InvalidParameter for what the model does not do."""
         if task not in (self.tasks or TASKS[:1]):
             raise InvalidParameter(
                 f"task={task!r} is not one of this model. Allowed: {', '.join(self.tasks) or TASKS[0]}."
             )
-        if language is not None and language not in (self.languages or ("en",)):
-            allowed = ", ".join(self.languages) or "en"
-            raise InvalidParameter(f"language={shown(language)} is not one of this model. Allowed: {allowed}.")
         if timestamps and self.no_timestamps is None:
             raise InvalidParameter("This model has no timestamps. Ask for text without them.")
         if words and not self.alignment_heads:
@@ -96,3 +110,11 @@ class SpeechTokens:
         """Number of a timestamp, from 0 on; None for another token."""
         first = None if self.no_timestamps is None else self.no_timestamps + 1
         return None if first is None or token_id < first else token_id - first
+
+
+def _codes() -> Mapping[str, str]:
+    """Codes of languages by their English names."""
+    # Importing it takes a second.
+    from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
+
+    return TO_LANGUAGE_CODE

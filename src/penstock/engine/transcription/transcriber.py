@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar, cast
 
@@ -37,9 +37,10 @@ Round: TypeAlias = Sequence[tuple[Prompt, SamplingParams]]
 class Asked:
     """Wishes of a transcription.
 
-    task: "transcribe", or "translate" into English. language: code of the speech; None detects it. prompt: text before
-    the speech, whose words and style it follows. timestamps: the transcript has segments. words: it has words, too.
-    temperatures: of a piece's attempts in their order, while they fail the thresholds. params: of sampling, beside it.
+    task: "transcribe", or "translate" into English. language: of the speech, by its code or its name; None detects it.
+    prompt: text before the speech, whose words and style it follows. timestamps: the transcript has segments. words: it
+    has words, too. temperatures: of a piece's attempts in their order, while they fail the thresholds. params: of
+    sampling, beside it.
     """
 
     task: str = TASKS[0]
@@ -96,7 +97,8 @@ class Transcriber:
         sound: as `MediaLoader.load` takes audio. name: of the sound, in errors.
         Raises InvalidMedia for what is no sound, InvalidParameter for what the model does not do.
         """
-        self.tokens.check(asked.task, asked.language, timestamps=asked.timestamps, words=asked.words)
+        asked = replace(asked, language=self.tokens.code_of(asked.language))
+        self.tokens.check(asked.task, timestamps=asked.timestamps, words=asked.words)
         if asked.thresholds.logprob is not None and not self.has_logprobs:
             raise InvalidParameter(
                 f"logprob_threshold={asked.thresholds.logprob} needs an engine with logprobs_mode={_RAW!r}. Start "

@@ -6,7 +6,7 @@ The scheduler decides, and workers obey, so that all ranks hold the same feature
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -24,12 +24,13 @@ class EncoderCache:
     """Features in the workers' cache, by the key of their item.
 
     An item is *used* by the running requests that have taken in a part of it. Unused ones stay until their room is
-    needed, least recently used first. num_rows: rows of all.
+    needed, least recently used first. num_rows: rows of all. num_queries: uses so far. num_hits: those of items that
+    were cached.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.num_rows = 0
+        self.num_rows = self.num_queries = self.num_hits = 0
         self._rows: OrderedDict[str, int] = OrderedDict()
         self._users: dict[str, set[str]] = {}
 
@@ -47,11 +48,15 @@ class EncoderCache:
 
     def use(self, key: str, num_rows: int, req_id: str) -> None:
         """Note that a request uses an item, whose features are computed if they are not cached."""
+        users = self._users.setdefault(key, set())
+        if req_id not in users:
+            self.num_queries += 1
+            self.num_hits += key in self._rows
+            users.add(req_id)
         if key not in self._rows:
             self._rows[key] = num_rows
             self.num_rows += num_rows
         self._rows.move_to_end(key)
-        self._users.setdefault(key, set()).add(req_id)
 
     def release(self, key: str, req_id: str) -> None:
         """Note that a request does not use an item any more."""
@@ -234,6 +239,16 @@ class MediaScheduling(SchedulerFeature):
         """Have all features dropped, and encoded again, where workers drop them, or change the encoder."""
         if call.method_name == RESET or call.effects.weights is WeightChange.NOW:
             self._dropped += self.cache.clear()
+
+    def counts(self) -> Mapping[str, int]:
+        cache = self.cache
+        return {
+            "num_encoder_tokens": cache.capacity,
+            "num_used_encoder_tokens": cache.num_used_rows,
+            "num_cached_encoder_tokens": cache.num_rows - cache.num_used_rows,
+            "num_encoder_queries": cache.num_queries,
+            "num_encoder_hits": cache.num_hits,
+        }
 
     def _forget(self, req_id: str) -> None:
         for item in self._running.pop(req_id, ()):

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from penstock.config import ModelConfig
 from penstock.config.reasoning import ReasoningMarkers
 from penstock.contract import SchedulerOutput, StructuredOutputsParams
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, UnsupportedFeature
 from penstock.features.structured_output.messages import BitmaskPart, num_words
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import FinishReason
@@ -173,7 +173,8 @@ class StructuredOutputScheduling(SchedulerFeature):
 
     def _end(self, failed: Sequence[_Constrained], error: Exception) -> None:
         """End those requests, of these, that have not ended, after a failure of their grammar."""
-        is_invalid = isinstance(error, InvalidRequest)
+        # A model whose tokenizer allows no constraints refuses each of them.
+        is_invalid = isinstance(error, (InvalidRequest, UnsupportedFeature))
         req_ids = [one.request.req_id for one in failed if self._constrained.get(one.request.req_id) is one]
         reason = FinishReason.INVALID if is_invalid else FinishReason.ERROR
         ended = self._services.scheduler.finish_requests(req_ids, reason)
@@ -181,7 +182,7 @@ class StructuredOutputScheduling(SchedulerFeature):
             return
         why = str(error) or type(error).__name__
         if is_invalid:
-            logger.info("%d requests end with a constraint that is not valid: %s", len(ended), why)
+            logger.info("%d requests end with a constraint that cannot be followed: %s", len(ended), why)
         else:
             logger.error("The grammar of %d requests failed", len(ended), exc_info=error)
         text = why if is_invalid else f"Its grammar failed: {why}"

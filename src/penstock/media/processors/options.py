@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.config.checks import did_you_mean
@@ -25,25 +25,33 @@ _FIXED = frozenset(
         "disable_grouping",
         "input_data_format",
         "load_audio_backend",
+        "max_length",
+        "pad_to_multiple_of",
+        "padding",
         "raw_speech",
         "return_attention_mask",
         "return_metadata",
         "return_tensors",
         "sampling_rate",
+        "truncation",
         "video_metadata",
     }
 )
 # Limits of an image's pixels, and their names in its size.
 _PIXELS = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-# Options that give the patches the form that the encoder's weights take.
-_OF_WEIGHTS = ("patch_size", "merge_size", "temporal_patch_size")
+# Options that give the patches the form that the encoder's weights take, and sides of an image's tiles, where there are
+# such, which its positions have.
+_OF_WEIGHTS = ("patch_size", "merge_size", "temporal_patch_size", "max_image_size")
+_SIDES_OF_TILES = ("size", "crop_size")
+_HAVE_TILES = ("crop_to_patches", "do_pan_and_scan", "image_grid_pinpoints")
 # Most pixels that an image may be enlarged to: their floats have 1 GiB.
 _MOST_PIXELS = 89_478_485
 # So the longest edge of an image, and the shortest one where the other may be 200 times as long.
 _LONGEST_EDGE, _SHORTEST_EDGE = math.isqrt(_MOST_PIXELS), math.isqrt(_MOST_PIXELS // 200)
-_SIZES = ("size", "crop_size", "pad_size")
 # Numbers of tiles, and the most that a request may ask for.
 _NUM_TILES, _MOST_TILES = ("min_patches", "max_patches", "pan_and_scan_max_num_crops", "max_image_tiles"), 256
+# Options of pixels' values.
+_OF_VALUES = ("image_mean", "image_std", "rescale_factor")
 # Options that make several tiles of an image beside the one of the whole.
 _TILES = ("do_image_splitting", "crop_to_patches", "do_pan_and_scan")
 
@@ -72,9 +80,13 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any], detail: 
             raise InvalidRequest(f"{name}={shown(value)} of mm_processor_kwargs is not valid. Allowed: a dictionary.")
     free = {name: value for name, value in given.items() if name not in groups}
     taken = {**free, **given.get(f"{ARGUMENTS[modality]}_kwargs", {})}
+    for name, value in taken.items():
+        if not _is_finite(value):
+            raise InvalidRequest(f"{name}={shown(value)} of mm_processor_kwargs is not valid. Allowed: finite numbers.")
     reader = reader_of(processor, modality)
-    for name in _OF_WEIGHTS:
-        own = getattr(reader, name, None)
+    has_tiles = modality == "image" and any(hasattr(reader, name) for name in _HAVE_TILES)
+    for name in (*_OF_WEIGHTS, *(_SIDES_OF_TILES if has_tiles else ())):
+        own = _own(reader, name)
         if own is not None and taken.get(name, own) != own:
             raise InvalidRequest(
                 f"{name}={shown(taken[name])} of mm_processor_kwargs does not fit the encoder's weights. Allowed: "
@@ -86,10 +98,19 @@ def options_of(processor: Any, modality: str, given: Mapping[str, Any], detail: 
     return {**tiles, **_with_size(reader, taken)}
 
 
+def _is_finite(value: Any) -> bool:
+    """Whether all numbers in an option are finite."""
+    if isinstance(value, Mapping):
+        return _is_finite(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _with_size(reader: Any, options: dict[str, Any]) -> dict[str, Any]:
     """Options with the limits of pixels of an image as its size, which is all that newer processors read."""
-    given = options.get("size") or getattr(reader, "size", None)
-    known = {} if given is None or isinstance(given, (int, list, tuple)) else dict(given)
+    given = options.get("size") or _own(reader, "size")
+    known = given if isinstance(given, Mapping) else {}
     size = {edge: value for edge, value in known.items() if value is not None}
     _refuse_enlarging(reader, options)
     limits = {edge: options[name] for name, edge in _PIXELS.items() if isinstance(options.get(name), int)}
@@ -102,32 +123,41 @@ def _refuse_enlarging(reader: Any, options: Mapping[str, Any]) -> None:
     """Refuse sizes and numbers of tiles that would enlarge an image beyond the limit, before it is read."""
     # Such a processor's size has numbers of pixels, of which the larger one only makes images smaller.
     counts_pixels = set(_PIXELS) <= set(getattr(getattr(reader, "valid_kwargs", None), "__annotations__", {}))
-    edges = {(name, ""): options.get(name) for name in ("min_pixels", *_NUM_TILES)}
-    for name in _SIZES:
-        asked = options.get(name)
-        named = asked if isinstance(asked, Mapping) else {"shortest_edge": asked}
-        edges |= {(name, edge): value for edge, value in named.items()}
-    for (name, edge), value in edges.items():
-        is_count = counts_pixels and name in ("size", "min_pixels")
-        if not isinstance(value, int) or (is_count and edge == "longest_edge"):
-            continue
-        if name in _NUM_TILES:
-            most = _MOST_TILES
-        else:
-            most = _MOST_PIXELS if is_count else _SHORTEST_EDGE if edge == "shortest_edge" else _LONGEST_EDGE
-        most = max(most, _own_edge(reader, name, edge))
-        if value > most:
-            raise InvalidRequest(
-                f"{name}={shown(options[name])} of mm_processor_kwargs enlarges an image beyond the limit. Allowed: up "
-                f"to {most:,}."
-            )
+    for name, option in options.items():
+        for edge, value in _numbers(option) if name not in _OF_VALUES else ():
+            is_count = counts_pixels and name in ("size", "min_pixels")
+            if name == "max_pixels" or (is_count and edge == "longest_edge"):
+                continue
+            if name in _NUM_TILES:
+                most = _MOST_TILES
+            else:
+                most = _MOST_PIXELS if is_count else _SHORTEST_EDGE if edge == "shortest_edge" else _LONGEST_EDGE
+            most = max([most, *(own for _, own in _numbers(_own(reader, name)))])
+            if value > most:
+                raise InvalidRequest(
+                    f"{name}={shown(option)} of mm_processor_kwargs enlarges an image beyond the limit. Allowed: up to "
+                    f"{most:,}."
+                )
 
 
-def _own_edge(reader: Any, name: str, edge: str) -> int:
-    """An edge of a size that the model's processor has by itself; 0 for none."""
+def _own(reader: Any, name: str) -> Any:
+    """An option of the model's processor itself; of a size, the edges that are set."""
     own = getattr(reader, name, None)
-    value = dict(own).get(edge) if own is not None and not isinstance(own, (int, list, tuple)) else own
-    return value if isinstance(value, int) else 0
+    if not hasattr(own, "shortest_edge"):
+        return own
+    return {edge: value for edge, value in dict(own).items() if value is not None}
+
+
+def _numbers(option: Any, edge: str = "") -> Iterator[tuple[str, float]]:
+    """All numbers of an option, each with the name of its edge, if it has one. A size of one number is the shortest."""
+    if isinstance(option, (int, float)):
+        yield edge or "shortest_edge", option
+    elif isinstance(option, (list, tuple)):
+        for one in option:
+            yield from _numbers(one, "side")
+    elif isinstance(option, Mapping):
+        for name, value in option.items():
+            yield from _numbers(value, str(name))
 
 
 def _names(part: Any, group: str) -> set[str]:

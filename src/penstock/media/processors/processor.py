@@ -27,6 +27,8 @@ _OF_TEXT = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token
 _ROW_SECONDS = "second_per_grid_ts"
 # Processors of which a clip is one window of their feature extractor, without what is behind it.
 _ONE_WINDOW = ("Qwen2AudioProcessor",)
+# Largest value of an encoder's input; pixels of 0 to 255 that are normalised as if they were of 0 to 1 are below it.
+_LARGEST = 10_000
 
 
 class ProcessedItem(NamedTuple):
@@ -51,7 +53,7 @@ class ProcessedItem(NamedTuple):
 class MediaProcessor:
     """The processor of a model. It is read from the model's files when the first item comes; any thread may call it.
 
-    cache_bytes: size of the processed items that are kept.
+    cache_bytes: size of the processed items that are kept. num_queries: items so far. num_hits: those that were kept.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class MediaProcessor:
         self._processor: Any = None
         self._cache: OrderedDict[str, ProcessedItem] = OrderedDict()
         self._cache_bytes, self._num_bytes = cache_bytes, 0
+        self.num_queries = self.num_hits = 0
 
     def placeholder(self, modality: str) -> str:
         """Text of a prompt in the place of an item. Raises UnsupportedParameter for a modality without one."""
@@ -76,6 +79,12 @@ class MediaProcessor:
             )
         return str(token)
 
+    def markers(self, modality: str) -> tuple[str, ...]:
+        """Texts that stand for an item in a prompt: its placeholder, and the token of a row of its features, if it has
+        one of its own. Raises as `placeholder`.
+        """
+        return (self.placeholder(modality), *self._row_token(modality))
+
     def process(self, media: Media, options: Mapping[str, Any] | None, uuid: str | None) -> ProcessedItem:
         """Process an item.
 
@@ -86,7 +95,9 @@ class MediaProcessor:
         key = _key(media, given, uuid)
         with self._lock:
             found = self._cache.get(key)
+            self.num_queries += 1
             if found is not None:
+                self.num_hits += 1
                 self._cache.move_to_end(key)
                 return found
         item = self._process(key, media, given)
@@ -121,6 +132,7 @@ class MediaProcessor:
         except Exception as error:  # a processor's errors have no common class
             raise InvalidRequest(f"The model's processor does not take the {modality}: {error}") from error
         inputs = {name: _array(values) for name, values in made.items() if name not in _OF_TEXT}
+        _check_values(modality, inputs)
         seconds = inputs.pop(_ROW_SECONDS, None)
         row_seconds = None if seconds is None else float(seconds.to_numpy()[0])
         forms = _forms(processor, placeholder, heard[-1])
@@ -146,7 +158,7 @@ class MediaProcessor:
                 )
             inputs[f"{modality}_grid_thw"] = ArrayBytes.of(np.asarray([media.grid]))
         small = self._process(key, _small_item(modality), self._options)
-        token = self._read().tokenizer.convert_ids_to_tokens(row_token_id(hf_config, modality))
+        (token,) = self._row_token(modality)
         runs = list(re.finditer(f"(?:{re.escape(token)})+", small.text))
         if len(runs) != 1:
             raise UnsupportedParameter(
@@ -155,6 +167,11 @@ class MediaProcessor:
             )
         text = small.text[: runs[0].start()] + token * num_rows + small.text[runs[0].end() :]
         return ProcessedItem(modality, key, small.placeholders, text, inputs)
+
+    def _row_token(self, modality: str) -> list[str]:
+        """Text of the token that takes a row of an item's features; empty where the model has none."""
+        token_id = row_token_id(self._checkpoint.hf_config, modality)
+        return [] if token_id is None else [str(self._read().tokenizer.convert_ids_to_tokens(token_id))]
 
     def _read(self) -> Any:
         with self._lock:
@@ -249,6 +266,16 @@ def _key(media: Media, options: Mapping[str, Any], uuid: str | None) -> str:
     content = media.content_hash() if uuid is None else f"uuid {uuid}"
     form = f"{media.modality} {media.detail} {media.num_file_frames} {sorted(options.items())!r} {content}"
     return hashlib.blake2b(form.encode(), digest_size=16).hexdigest()
+
+
+def _check_values(modality: str, inputs: Mapping[str, ArrayBytes]) -> None:
+    """Raise InvalidRequest for values that options of the processor have made too large for an encoder, or NaN."""
+    for values in (one.to_numpy() for one in inputs.values()):
+        if values.size and values.dtype.kind == "f" and not -_LARGEST <= values.min() <= values.max() <= _LARGEST:
+            raise InvalidRequest(
+                f"The model's processor makes values of {values.min():g} to {values.max():g} of the {modality}. "
+                f"Allowed: finite numbers of up to {_LARGEST:,}. Change mm_processor_kwargs."
+            )
 
 
 def _array(values: Any) -> ArrayBytes:

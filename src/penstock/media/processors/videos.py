@@ -23,6 +23,8 @@ _MODES = {2: "bilinear", 3: "bicubic"}
 _USUAL_RATE = 24
 # Longest side of a video's frames in SmolVLM.
 _MAX_SIDE = 4096
+# Most pixels of resized frames: their floats have 1 GiB.
+_MOST_PIXELS = 89_478_485
 
 
 class VideoProcessor:
@@ -99,6 +101,8 @@ class InternVLVideos(VideoProcessor):
         total, num_frames = metadata.total_num_frames, _count(metadata, options)
         shift = options["initial_shift"]
         shift = total / num_frames / 2 if shift is True else shift
+        if not 0 <= shift < total:
+            raise ValueError(f"initial_shift={shift} is not valid. Allowed: 0 to {total - 1}, the video's last frame.")
         return torch.arange(shift, total, total / num_frames).int().tolist()
 
 
@@ -126,7 +130,7 @@ class SmolVLMVideos(VideoProcessor):
         total, rate = metadata.total_num_frames, _rate(metadata)
         if num_frames is None or fps is None:
             raise ValueError(f"num_frames={num_frames} and fps={fps} do not say how many frames to take. Set both.")
-        wanted = max(min(round(fps * metadata.duration), num_frames), 1)
+        wanted = max(min(round(fps * metadata.duration), num_frames, total), 1)
         first, last = 0, total - 1
         if skipped > 0 and metadata.duration - 2 * skipped > num_frames * fps:
             first, last = int(skipped * rate), min(int(total - skipped * rate), last)
@@ -226,6 +230,8 @@ class Qwen3Videos(Qwen2Videos):
             num_frames = min(max(wanted, options["min_frames"]), options["max_frames"], total)
         if num_frames is None:
             num_frames = min(max(total, options["min_frames"]), options["max_frames"])
+        # A few frames are repeated until there are as many as the model's own limit says.
+        num_frames = _checked_count(num_frames, max(total, self.options["min_frames"]))
         return list(map(int, np.linspace(0, total - 1, num_frames).round()))
 
     def frame_size(self, height: int, width: int, num_frames: int, options: Mapping[str, Any]) -> tuple[int, int]:
@@ -268,7 +274,14 @@ def _checked_count(num_frames: int, total: int) -> int:
 
 
 def resized(frames_FCHW: Tensor, size: tuple[int, int], resample: int) -> Tensor:
-    """Frames of bytes in another height and width. resample: number of PIL's filter."""
+    """Frames of bytes in another height and width. resample: number of PIL's filter.
+
+    Raises ValueError for more pixels than a prompt may have.
+    """
+    if len(frames_FCHW) * size[0] * size[1] > _MOST_PIXELS:
+        raise ValueError(
+            f"{len(frames_FCHW)} frames of {size[1]} x {size[0]} pixels are too many. Allowed: {_MOST_PIXELS:,} in all."
+        )
     if tuple(frames_FCHW.shape[2:]) == tuple(size):
         return frames_FCHW
     if resample == _LANCZOS:

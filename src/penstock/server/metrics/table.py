@@ -41,6 +41,12 @@ TABLE: dict[str, Described] = {
     "kv_cache_usage_perc": Described(
         "gauge", "Share of the KV cache that requests hold, 0 to 1: of blocks or of states, whichever is larger."
     ),
+    "encoder_cache_usage_perc": Described(
+        "gauge", "Share of the encoder cache that has features of images, sounds and videos, 0 to 1.", None
+    ),
+    "num_encoder_cache_tokens": Described(
+        "gauge", "Tokens of items for whose features the encoder caches of all cores have room.", None
+    ),
     "num_kv_cache_blocks": Described("gauge", "Blocks of the KV cache, of all cores.", "cache_config_info"),
     "num_states": Described("gauge", "Recurrent states for which there is room, of all cores.", None),
     "num_state_snapshots": Described("gauge", "Recurrent states that are kept for requests to begin from.", None),
@@ -66,6 +72,16 @@ TABLE: dict[str, Described] = {
     "generation_tokens": Described("counter", "Generated tokens."),
     "prefix_cache_queries": Described("counter", "Prompt tokens that were looked up in the prefix cache."),
     "prefix_cache_hits": Described("counter", "Prompt tokens that were found in the prefix cache."),
+    "mm_cache_queries": Described(
+        "counter", "Images, sounds and videos of prompts that were looked up among processed ones."
+    ),
+    "mm_cache_hits": Described("counter", "Images, sounds and videos of prompts that were processed before."),
+    "encoder_cache_queries": Described(
+        "counter", "Images, sounds and videos whose features requests needed, from the current cores.", None
+    ),
+    "encoder_cache_hits": Described(
+        "counter", "Images, sounds and videos whose features were in the encoder cache of the current cores.", None
+    ),
     "state_snapshots_taken": Described(
         "counter", "Recurrent states kept for later requests, by the current cores.", None
     ),

@@ -14,6 +14,7 @@ from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.features.multimodal.inputs.placeholders import Placeholders
 from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
+from penstock.media.content_parts import Markers
 from penstock.media.item import IMAGE, Media
 from penstock.media.processors.processor import MediaProcessor, ProcessedItem
 from penstock.media.processors.reading import read_image_processor, read_processor
@@ -51,9 +52,14 @@ class RequestMedia:
         self._placeholders = Placeholders(checkpoint, lambda text: tokenizer.encode(text, add_special_tokens=False))
 
     @property
-    def markers(self) -> Mapping[str, Callable[[], str]]:
-        """Text that stands for an item in a prompt, by modality; the processor is read when the first is called."""
-        return {modality: partial(self._processor.placeholder, modality) for modality in self.limits}
+    def markers(self) -> Markers:
+        """Texts that stand for an item in a prompt, by modality; the processor is read when the first is called."""
+        return {modality: partial(self._processor.markers, modality) for modality in self.limits}
+
+    @property
+    def cache_counts(self) -> tuple[int, int]:
+        """Numbers of items that were looked up among processed ones so far, and found."""
+        return self._processor.num_queries, self._processor.num_hits
 
     def reset_cache(self) -> None:
         """Forget all processed items."""
@@ -94,8 +100,9 @@ class ImagesAlone:
     def __init__(self, model: ModelConfig) -> None:
         self.limits = {IMAGE: 1}
         # Templates are of texts.
-        self.markers: Mapping[str, Callable[[], str]] = {IMAGE: str}
+        self.markers: Markers = {IMAGE: lambda: ("",)}
         self._folder = model.tokenizer_folder
+        self.cache_counts = 0, 0
 
     def reset_cache(self) -> None:
         """Nothing is kept."""
