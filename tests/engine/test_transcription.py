@@ -230,6 +230,27 @@ def test_the_command_writes_the_transcript(folder: Path, served: Served, sound: 
 
 
 @pytest.mark.one_path(reason="refused before a step")
+def test_the_command_refuses_what_is_wrong_before_it_loads_the_model(sound: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.wav").write_text("no sound")
+    for arguments, said in (
+        ([tmp_path / "none.wav"], "none.wav' cannot be read: No such file"),
+        ([tmp_path], "is not a file"),
+        ([tmp_path / "text.wav"], "It is no audio that can be read"),
+        ([sound, "-o", sound], "sound.wav is the file of FILE"),
+        ([sound, "-o", tmp_path / "none" / "a.txt"], "--output"),
+        ([sound, "-o", tmp_path], "--output"),
+        ([sound, "--format", "xml"], "xml"),
+        ([sound, "--word-timestamps"], "format"),
+        ([sound, "--temperature", "warm"], "is no number"),
+        ([sound, "--logprob-threshold", "nan"], "nan is not valid"),
+    ):
+        file, *options = map(str, arguments)
+        result = CliRunner().invoke(app, ["transcribe", file, "demo", *options])
+        assert result.exit_code == 2, result.output
+        assert said in " ".join(result.stderr.split()), result.stderr
+
+
+@pytest.mark.one_path(reason="refused before a step")
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

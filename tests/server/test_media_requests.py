@@ -206,17 +206,12 @@ def test_a_typed_placeholder_is_text(server: Served, client: OpenAI) -> None:
 
 
 def test_processed_images_are_counted(server: Served) -> None:
-    def counts() -> list[float]:
-        text = server.request("GET", "/metrics").body.decode()
-        names = ("mm_cache_queries", "mm_cache_hits")
-        return [float(re.findall(rf"^penstock:{name}_total{{.*}} (.*)$", text, re.MULTILINE)[0]) for name in names]
-
-    before = counts()
+    before = server.engine.request_totals()
     for _ in range(2):
         assert server.post("/v1/chat/completions", chat(*BOTH, words(11, 12))).status == 200
-    queries, hits = (now - then for now, then in zip(counts(), before, strict=True))
-    assert queries == 4
-    assert hits >= 2
+    after = server.engine.request_totals()
+    assert after.num_media_queries - before.num_media_queries == 4
+    assert after.num_media_hits - before.num_media_hits >= 2
 
 
 def test_base64_may_have_line_breaks(server: Served, expected: tuple[str, int]) -> None:

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config import EngineConfig
+from penstock.engine.dispatcher import start_core
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
 from penstock.server.processes.network import NetworkOptions
@@ -43,6 +44,14 @@ def test_an_option_that_does_not_fit_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         check_start(ServerOptions(served_model_name=("demo",), **fields), config)
+
+
+def test_options_of_media_are_refused_by_name() -> None:
+    config = EngineConfig.create("demo", media_io_kwargs={"video": {"num_frames": -5}})
+    with pytest.raises(ConfigError, match=r"media_io_kwargs\['video'\]\['num_frames'\]=-5 is not valid"):
+        check_start(ServerOptions(served_model_name=("demo",)), config)
+    with pytest.raises(ConfigError, match=r"media_io_kwargs\['video'\]\['num_frames'\]=-5 is not valid"):
+        start_core(config, lambda: pytest.fail("the model is being loaded"))
 
 
 def test_an_adapter_without_a_folder_is_named(tmp_path: Path) -> None:

@@ -72,8 +72,8 @@ class PartialFile:
         self.path.unlink()
 
 
-def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool) -> None:
-    """Raise ConfigError if `output` and the input are the same file, by any name."""
+def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool, flag: str = "--input") -> None:
+    """Raise ConfigError if `output` and the input are the same file, by any name. flag: of the input, in the error."""
     try:
         source = os.fstat(0) if is_standard_input else input.stat()
         target = output.stat()
@@ -81,7 +81,7 @@ def refuse_same_file(input: Path, output: Path, *, is_standard_input: bool) -> N
         return
     if stat.S_ISREG(source.st_mode) and os.path.samestat(source, target):
         raise ConfigError(
-            f"--output {output} is the file of --input {input}. Give another one, which becomes the output."
+            f"--output {output} is the file of {flag} {input}. Give another one, which becomes the output."
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,24 +74,28 @@ def transcribe(
         ),
     )
     from penstock.cli.output import standard_output, write
-    from penstock.cli.output_file import PartialFile, output_file
+    from penstock.cli.output_file import PartialFile, output_file, refuse_same_file
     from penstock.config import EngineConfig
     from penstock.engine.session import Session
+    from penstock.media.item import AUDIO
+    from penstock.media.loader import MediaLoader
 
+    if output is not None:
+        refuse_same_file(file, output, is_standard_input=False, flag="FILE")
     config = EngineConfig.create(model, **engine)
-    with closing(Session(config)) as session:
-        transcriber = Transcriber(config, session.tokenizer, session.max_model_len)
-        speech = transcriber.speech(file, asked, str(file))
-
-        rounds = Rounds(speech.transcription())
-        outputs: Sequence[RequestOutput] = ()
-        while (prompts := rounds.after(outputs)) is not None:
-            outputs = session.finish([session.accept(*one) for one in prompts], shows_bar=len(prompts) > 1)
-    written = rounds.result.written(form)
-    text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, indent=2) + "\n"
-    if output is None:
-        write(standard_output(as_json=not isinstance(written, str)), text)
-        return
-    with output_file(output) as out:
+    # A sound that cannot be read, and an output that cannot be written, are found before the model is loaded.
+    sound = MediaLoader.of(config.multimodal).load(AUDIO, file, str(file))
+    with nullcontext() if output is None else output_file(output) as out:
+        with closing(Session(config)) as session:
+            transcriber = Transcriber(config, session.tokenizer, session.max_model_len)
+            rounds = Rounds(transcriber.speech(sound, asked, str(file)).transcription())
+            outputs: Sequence[RequestOutput] = ()
+            while (prompts := rounds.after(outputs)) is not None:
+                outputs = session.finish([session.accept(*one) for one in prompts], shows_bar=len(prompts) > 1)
+        written = rounds.result.written(form)
+        text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, indent=2) + "\n"
+        if out is None:
+            write(standard_output(as_json=not isinstance(written, str)), text)
+            return
         put = out.put_bytes if isinstance(out, PartialFile) else out.write
         put(text.encode())

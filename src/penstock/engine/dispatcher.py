@@ -31,6 +31,8 @@ def start_core(config: EngineConfig, meanwhile: Callable[[], object] = lambda: N
     Raises what loading the model raises, and what `meanwhile` does.
     """
     check_options(config)
+    # Raises for options of media.
+    MediaLoader.of(config.multimodal)
     if config.parallel.has_core_process:
         from penstock.engine.processes.core_group import CoreGroup
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError, InvalidRequest
+from penstock.media.loader import MediaLoader
 from penstock.server.answers.tool_parsers import load_tool_parser_plugin, tool_call_format
 from penstock.server.batches.store import BatchStore
 from penstock.server.options import ServerOptions
@@ -19,6 +20,7 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 def check_start(options: ServerOptions, config: EngineConfig) -> None:
     """Check the options of a server that is being started, while its cores load the model. Raises ConfigError."""
     check_lora(options, has_adapters=config.lora.enable_lora)
+    MediaLoader.of(config.multimodal)
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     check_parsers(options, tokenizer)
     template_source(options, tokenizer)
