@@ -117,4 +117,4 @@ def _codes() -> Mapping[str, str]:
     # Importing it takes a second.
     from transformers.models.whisper.tokenization_whisper import TO_LANGUAGE_CODE
 
-    return TO_LANGUAGE_CODE
+    return dict(TO_LANGUAGE_CODE)

@@ -128,9 +128,8 @@ def _refuse_enlarging(reader: Any, options: Mapping[str, Any]) -> None:
             is_count = counts_pixels and name in ("size", "min_pixels")
             if name == "max_pixels" or (is_count and edge == "longest_edge"):
                 continue
-            if name in _NUM_TILES:
-                most = _MOST_TILES
-            else:
+            most: float = _MOST_TILES
+            if name not in _NUM_TILES:
                 most = _MOST_PIXELS if is_count else _SHORTEST_EDGE if edge == "shortest_edge" else _LONGEST_EDGE
             most = max([most, *(own for _, own in _numbers(_own(reader, name)))])
             if value > most:
@@ -142,7 +141,7 @@ def _refuse_enlarging(reader: Any, options: Mapping[str, Any]) -> None:
 
 def _own(reader: Any, name: str) -> Any:
     """An option of the model's processor itself; of a size, the edges that are set."""
-    own = getattr(reader, name, None)
+    own: Any = getattr(reader, name, None)
     if not hasattr(own, "shortest_edge"):
         return own
     return {edge: value for edge, value in dict(own).items() if value is not None}
