@@ -50,12 +50,15 @@ WITHOUT = ("cached_and_preempted", "priorities")
 
 
 def together(*names: str) -> Way:
-    """Features of `test_capabilities` in one engine of a hybrid model."""
+    """Features of `test_capabilities` in one engine of a hybrid model.
+
+    Its layers are narrower, so that a rounded one is further off.
+    """
 
     def options(folder: Path) -> dict[str, Any]:
         return {key: value for name in names for key, value in WAYS[name].options(folder).items()}
 
-    return Way(options, write_hybrid, max(WAYS[name].off_by for name in names))
+    return Way(options, write_hybrid, 2 * max(WAYS[name].off_by for name in names))
 
 
 def of_size_of_heads(folder: Path) -> Path:
