@@ -36,6 +36,7 @@ from penstock.errors import UnsupportedArgument
 from penstock.worker.capabilities import check_options
 from support.adapters import make_adapters
 from support.checkpoints import tiny_checkpoint, tiny_model
+from support.fake_engine import byte_level_tokenizer, write_tokenizer
 from support.gguf_recurrent import write_recurrent
 from support.quantized_checkpoints import awq_layer, write_quantized
 from support.qwen_mtp import write_agreeing_mtp
@@ -139,6 +140,8 @@ def tried(name: str, folder: Path, arrangement: dict[str, Any]) -> Any:
         (folder / name).mkdir()
         way.model(model)
     found = next((model / name for name in ("quantized", "model.gguf") if (model / name).exists()), model)
+    if found.is_dir():
+        write_tokenizer(found, byte_level_tokenizer())
     if "pipeline_layers" in arrangement:
         arrangement = arrangement | STAGES_OF.get(name, {})
     message = refusal(way, found, arrangement)
