@@ -13,7 +13,6 @@ from test_capabilities import (
     CORE,
     ENGINES,
     LAUNCHED,
-    POOLING,
     SCATTERED,
     STAGES,
     TENSOR,
@@ -23,7 +22,6 @@ from test_capabilities import (
     always,
     assert_near,
     drafting,
-    pooled,
     try_together,
     with_adapters,
     with_head,
@@ -72,6 +70,7 @@ def for_adapters(folder: Path) -> dict[str, Any]:
         variants: list[dict[str, Any]] = [
             {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
             {"r": 8, "lora_alpha": 16, "target_modules": ["in_proj", "out_proj", "o_proj"]},
+            {"r": 3, "lora_alpha": 6, "target_modules": ["in_proj", "k_proj"]},
         ]
         kinds = ["linear_attention", "full_attention", *["linear_attention"] * 3, "full_attention"]
         sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": LAYERS, "num_key_value_heads": 1, "layer_types": kinds}
@@ -114,11 +113,9 @@ OF_HYBRIDS = {
     "EAGLE-3": Way(with_head_on_layers, of_size_of_heads),
     "MTP": Way(drafting("mtp"), with_mtp),
     "LoRA adapters": Way(for_adapters, write_hybrid, attempt=with_adapters),
-    "pooling": Way(always(**POOLING), write_hybrid, attempt=pooled),
     "snapshots of all blocks": Way(always(mamba_cache_mode="all"), write_hybrid),
     "bfloat16 states": Way(always(mamba_cache_dtype="bfloat16"), write_hybrid, off_by=0.02),
     "no attention": Way(drafting("ngram", prompt_lookup_max=2), pure),
-    "no attention, pooling": Way(always(**POOLING), pure, attempt=pooled),
 }
 STAGES_OF = {"MTP": {"pipeline_layers": (2, 2)}}
 
