@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from penstock.cli.app import app
 from penstock.config import EngineConfig
+from penstock.config.queue import QueueLimits
 from penstock.engine.dispatcher import start_core
 from penstock.errors import ConfigError
 from penstock.server.options import ServerOptions
+from penstock.server.processes.launcher import Launcher
 from penstock.server.processes.network import NetworkOptions
 from penstock.server.start_checks import check_start
 from support.server_process import ServerProcess
@@ -52,6 +54,14 @@ def test_options_of_media_are_refused_by_name() -> None:
         check_start(ServerOptions(served_model_name=("demo",)), config)
     with pytest.raises(ConfigError, match=r"media_io_kwargs\['video'\]\['num_frames'\]=-5 is not valid"):
         start_core(config, lambda: pytest.fail("the model is being loaded"))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "example.org"])
+def test_routes_without_a_key_are_refused_where_other_machines_connect(config: EngineConfig, host: str) -> None:
+    options = ServerOptions(served_model_name=("demo",), rl_routes_without_key=True)
+    launcher = Launcher(config, options, NetworkOptions(host=host), QueueLimits(), began=0.0)
+    with pytest.raises(ConfigError, match=f"rl_routes_without_key .* host={host} lets others connect"):
+        launcher.run()
 
 
 def test_an_adapter_without_a_folder_is_named(tmp_path: Path) -> None:

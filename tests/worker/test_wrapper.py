@@ -35,6 +35,17 @@ class ClashingExtension(Extension):
         """Has the name of a worker's method."""
 
 
+class ConstructedByKeywords:
+    """Extension that sees what a worker is constructed with, as those of trainers do."""
+
+    given: tuple[str, ...]
+
+    def __new__(cls, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made.given = tuple(kwargs)
+        return made
+
+
 def rank_of(worker: Worker, offset: int = 0) -> int:
     return worker.rank + offset
 
@@ -55,6 +66,11 @@ def test_the_worker_is_built_by_name_with_its_rank() -> None:
     assert type(wrapper.worker) is RecordingWorker
     assert wrapper.worker.rank == 5
     assert wrapper.execute_method("add", 2, right=3) == 5
+
+
+def test_a_worker_is_constructed_by_keywords() -> None:
+    wrapper = _wrapper(worker_extension_cls=f"{__name__}.ConstructedByKeywords")
+    assert wrapper.worker.given == ("config", "parallel")
 
 
 def test_before_init_and_after_shutdown_it_says_what_is_missing() -> None:

@@ -7,13 +7,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from site import getsitepackages
 
 ROOT = Path(__file__).resolve().parents[2]
+# Programs that import vLLM's names, and these names.
+_OF_TRAINERS = ("trl==1.16.0", "lm-eval==0.4.13", "-e", str(ROOT / "integrations" / "vllm-names"))
 _FOLDER = ROOT / ".venv-clients"
 
 
-def client_python(name: str, packages: Sequence[str]) -> Path:
-    """Python of an environment with these packages, which is made once.
+def client_python(name: str, packages: Sequence[str], *, has_penstock: bool = False) -> Path:
+    """Python of an environment with these packages, which is made once. has_penstock: with this one's packages, too.
 
     Raises subprocess.CalledProcessError where pip cannot install them.
     """
@@ -23,9 +26,18 @@ def client_python(name: str, packages: Sequence[str]) -> Path:
     if not note.exists() or note.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        if has_penstock:
+            (site,) = folder.glob("lib/*/site-packages")
+            beside = [ROOT / "src", *getsitepackages()]
+            (site / "beside.pth").write_text("".join(f"{one}\n" for one in beside))
         _pip(python, "install", *packages)
         note.write_text(wanted)
     return python
+
+
+def trainer_python() -> Path:
+    """Python of an environment with TRL and lm-eval, and Penstock by vLLM's names. Raises as `client_python`."""
+    return client_python("trainers", _OF_TRAINERS, has_penstock=True)
 
 
 def source_of(python: Path, package: str) -> Path:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from penstock.config import EngineConfig, ModelConfig
 from penstock.config.vllm import RefusesMethods, also_from_vllm
 from penstock.contract import PoolingParams, RequestOutputKind, RpcCall, SamplingParams
+from penstock.contract.live_model import LiveModel
 from penstock.engine.inputs.prompts import Prompt, with_parts
 from penstock.engine.inputs.request_intake import checked_id
 from penstock.engine.output.outputs import RequestOutput
@@ -115,8 +117,17 @@ class LLMEngine(AdapterMethods, WorkerCalls[list[Any]], RefusesMethods):
 
     @property
     def model_config(self) -> ModelConfig:
-        """Configuration of the model."""
+        """Configuration of the model, with the engine's context length."""
         return self._session.model_config
+
+    @property
+    def model_executor(self) -> SimpleNamespace:
+        """Way to the model that trainers in this process take.
+
+        They send weights by `model_executor.driver_worker.model_runner.model.load_weights`.
+        """
+        model = LiveModel(lambda weights: self._call_workers(RpcCall("load_weights", (weights,))))
+        return SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=model)))
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 from penstock.config import EngineConfig
@@ -45,7 +46,6 @@ class Session:
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         refuse_at_exit()
-        self.model_config = config.model
         # The tokenizer first: a damaged one is found before the weights are loaded.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)
@@ -56,6 +56,7 @@ class Session:
         except BaseException:
             self._live_view.close()
             raise
+        self.model_config = replace(config.model, max_model_len=self._core.max_model_len)
         self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))
         self._dispatcher.count_media(self._input_processor.media_intake.cache_counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
@@ -42,6 +43,7 @@ from penstock.server.routes import (
     responses,
     tokenize,
     tokens,
+    weights,
 )
 from penstock.server.served_model import ServedModel
 from penstock.server.tei import routes as tei
@@ -88,10 +90,10 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         app.include_router(module.router)
     if options.page:
         app.include_router(page.router)
-    if options.enable_admin:
-        app.include_router(admin.router)
-    else:
-        app.include_router(_refused(admin.router), include_in_schema=False)
+    for router in (admin.router, weights.router):
+        app.include_router(_part(router, options.serves_admin_path))
+        refused = _refused(_part(router, lambda path: not options.serves_admin_path(path)))
+        app.include_router(refused, include_in_schema=False)
     app.add_exception_handler(HTTPException, _on_error)
     app.add_exception_handler(PenstockError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
@@ -103,7 +105,12 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         timeout_s=options.request_read_timeout_s,
     )
     app.add_middleware(UnreadBodies, timeout_s=options.request_read_timeout_s)
-    app.add_middleware(ApiKeys, keys=options.api_keys, admin_key=options.admin_api_key)
+    app.add_middleware(
+        ApiKeys,
+        keys=options.api_keys,
+        admin_key=options.admin_api_key,
+        opens_rl_paths=options.rl_routes_without_key,
+    )
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -116,6 +123,13 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.add_middleware(RequestContext, root_path=options.root_path, logs_requests=options.enable_log_requests)
     app.openapi = lambda: _openapi(app, options.root_path)  # type: ignore[method-assign]
     return app
+
+
+def _part(router: APIRouter, is_in: Callable[[str], bool]) -> APIRouter:
+    """Routes of a router by their paths."""
+    part = APIRouter()
+    part.routes.extend(route for route in router.routes if isinstance(route, APIRoute) and is_in(route.path))
+    return part
 
 
 def _refused(router: APIRouter) -> APIRouter:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.checks import check_choice, check_seconds
 from penstock.errors import ConfigError
+from penstock.server.http.guards import RL_PATHS
 from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class ServerOptions:
     api_keys: key of a client, sent as `Authorization: Bearer KEY` or `x-api-key: KEY`; empty lets every client in.
     enable_admin: serve the routes that change the engine; needs admin_api_key.
     admin_api_key: key of these routes.
+    rl_routes_without_key: let programs of this machine call the routes of trainers, such as TRL, without a key: pauses,
+        weights, adapters and /server_info. The server must listen on loopback.
     allowed_origins: origins of CORS; without any the responses have no CORS headers.
     allowed_methods: methods of CORS. allowed_headers: request headers of CORS.
     allow_credentials: let browsers send cookies and keys (CORS).
@@ -82,6 +85,7 @@ class ServerOptions:
     api_keys: tuple[str, ...] = field(default=(), metadata={"flag": "--api-key"})
     enable_admin: bool = False
     admin_api_key: str | None = None
+    rl_routes_without_key: bool = False
     allowed_origins: tuple[str, ...] = field(default=(), metadata={"json_list": True})
     allowed_methods: tuple[str, ...] = field(default=("*",), metadata={"json_list": True})
     allowed_headers: tuple[str, ...] = field(default=("*",), metadata={"json_list": True})
@@ -119,6 +123,10 @@ class ServerOptions:
     batch_dir: str | None = None
     max_batch_dir_bytes: int = 4 * 2**30
     max_batch_requests: int = 50_000
+
+    def serves_admin_path(self, path: str) -> bool:
+        """Whether a route that changes the engine is there."""
+        return self.enable_admin or (self.rl_routes_without_key and path in RL_PATHS)
 
     @property
     def adapters(self) -> list[LoRARequest]:

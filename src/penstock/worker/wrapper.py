@@ -55,7 +55,8 @@ class WorkerWrapperBase:
         if extension is not None:
             worker_class = extend_worker(worker_class, resolve_class(extension, "worker_extension_cls"))
         parallel = parallel or ParallelState(world_size=config.parallel.world_size)
-        self._worker = worker_class(config, replace(parallel, rank=self.rpc_rank))
+        # By keywords: classes of extensions may take no others.
+        self._worker = worker_class(config=config, parallel=replace(parallel, rank=self.rpc_rank))
 
     def execute_method(self, method: str | bytes | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a worker's method by name, or a function (pickled or not) with the worker as its first argument.

@@ -13,6 +13,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.server.http.errors import ApiError
+from penstock.server.http.loopback import is_loopback
 
 # Paths for probes, and the page, which asks for the key. It has no data of its own.
 _PAGE = "/"
@@ -35,6 +36,28 @@ ADMIN_PATHS = frozenset(
         "/stop_profile",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+    )
+)
+# Those of ADMIN_PATHS that trainers call, which send no key (`rl_routes_without_key`).
+RL_PATHS = frozenset(
+    (
+        "/server_info",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+        "/start_weight_update",
+        "/update_weights",
+        "/finish_weight_update",
+        "/pause",
+        "/resume",
+        "/is_paused",
+        "/reset_prefix_cache",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
     )
 )
 
@@ -48,11 +71,15 @@ def is_public(scope: Scope) -> bool:
 class ApiKeys:
     """Check of `Authorization: Bearer KEY`, or `x-api-key: KEY`, in UTF-8 or Latin-1.
 
-    keys: of clients; empty lets all in. admin_key: for ADMIN_PATHS.
+    keys: of clients; empty lets all in. admin_key: for ADMIN_PATHS. opens_rl_paths: whether programs of this machine
+    need no key for RL_PATHS.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Sequence[str], admin_key: str | None) -> None:
+    def __init__(
+        self, app: ASGIApp, *, keys: Sequence[str], admin_key: str | None, opens_rl_paths: bool = False
+    ) -> None:
         self._app = app
+        self._opens_rl_paths = opens_rl_paths
         self._digests = [_digest(key) for key in keys]
         self._admin_digests = [] if admin_key is None else [_digest(admin_key)]
 
@@ -74,13 +101,30 @@ class ApiKeys:
     def _lets_in(self, scope: Scope) -> bool:
         if is_public(scope):
             return True
-        digests = self._admin_digests if get_route_path(scope) in ADMIN_PATHS else self._digests
-        if not digests:
+        path = get_route_path(scope)
+        digests = self._admin_digests if path in ADMIN_PATHS else self._digests
+        if self._opens_rl_paths and path in RL_PATHS:
+            if _is_program_of_this_machine(scope):
+                return True
+        elif not digests:
             return True
         # All keys are compared, in constant time each.
         given = [_digest(key) for key in _given_keys(scope)]
         matches = [hmac.compare_digest(one, digest) for one in given for digest in digests]
         return any(matches)
+
+
+def _is_program_of_this_machine(scope: Scope) -> bool:
+    """Whether a request comes over loopback, and neither from a browser's page nor through a proxy."""
+    headers = Headers(scope=scope)
+    if any(name in headers for name in ("Origin", "Sec-Fetch-Site", "Forwarded", "X-Forwarded-For")):
+        return False
+    # A Unix socket has no client address.
+    client = scope.get("client")
+    hosts = [] if client is None else [client[0]]
+    # A page of a name that leads to this machine names itself.
+    named = headers.get("Host", "").rpartition(":")[0] or headers.get("Host", "")
+    return all(map(is_loopback, [*hosts, *([named.strip("[]")] if named else [])]))
 
 
 def _given_keys(scope: Scope) -> list[str]:

@@ -35,8 +35,9 @@ from penstock.engine.messages import (
 from penstock.engine.processes.broker import BrokerArguments, serve_fronts
 from penstock.engine.processes.child_process import ChildProcess
 from penstock.engine.processes.supervised_process import Deliver, SupervisedProcess
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.executor.processes import ProcessStarter
+from penstock.server.http.guards import RL_PATHS
 from penstock.server.metrics.history import ServerHistory
 from penstock.server.metrics.launcher_metrics import LauncherMetrics
 from penstock.server.options import ServerOptions
@@ -115,6 +116,8 @@ class Launcher:
                 "host=%s lets every machine that reaches it use this server, since there is no api_key",
                 self._network.host,
             )
+        if self._options.rl_routes_without_key:
+            self._check_rl_routes()
         self._network.check_certificates()
         _raise_open_files_limit()
         handlers = {number: signal.signal(number, self._on_signal) for number in _ending_signals()}
@@ -139,6 +142,19 @@ class Launcher:
             temporary.close()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+
+    def _check_rl_routes(self) -> None:
+        """Say which routes need no key. Raises ConfigError where other machines could reach them."""
+        if not self._network.is_local:
+            raise ConfigError(
+                f"rl_routes_without_key lets programs of this machine change the engine without a key, and host="
+                f"{self._network.host} lets others connect. Listen on loopback (--host 127.0.0.1), or leave it out and "
+                "send the key of --enable-admin."
+            )
+        logger.warning(
+            "rl_routes_without_key: every program of this machine may call these routes without a key: %s",
+            ", ".join(sorted(RL_PATHS)),
+        )
 
     def _serve(self, folder: Path, http: socket.socket, listener: socket.socket, starter: ProcessStarter) -> None:
         broker = self._start_broker(listener, starter)

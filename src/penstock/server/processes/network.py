@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import ssl
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from penstock.config.checks import check_integer, check_seconds
 from penstock.errors import ConfigError
 from penstock.observability.unix_socket import listen_on_path
+from penstock.server.http.loopback import is_loopback
 
 _BACKLOG = 2048
 # Memory of the system for what a client has not read; by itself it would grow to several times as much.
@@ -92,12 +92,7 @@ class NetworkOptions:
     @property
     def is_local(self) -> bool:
         """Whether only this machine can connect."""
-        if self.uds is not None or self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return self.uds is not None or is_loopback(self.host)
 
     @contextmanager
     def listening(self) -> Iterator[socket.socket]:

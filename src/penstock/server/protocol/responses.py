@@ -26,6 +26,7 @@ _DESCRIPTIONS = {
     401: "The API key is missing or wrong.",
     404: "The model is not served here.",
     408: "The request's timeout passed before anything was sent, or the request took too long to arrive.",
+    409: "The engine's state does not allow it.",
     413: "The body is too large.",
     424: "The model does not have the task, or failed.",
     429: "Too many requests wait; Retry-After has the seconds to wait.",

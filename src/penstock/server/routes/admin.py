@@ -22,6 +22,7 @@ from penstock.server.protocol.responses import (
 )
 from penstock.server.protocol.tokens import AbortRequest
 from penstock.server.routes.common import served_model
+from penstock.server.served_model import ServedModel
 from penstock.version import __version__
 
 router = APIRouter(route_class=BodyRoute)
@@ -56,10 +57,26 @@ async def abort_requests(request: AbortRequest, http: Request) -> Response:
 
 @router.get("/server_info", responses={200: {"description": "Options of the engine."}, **errors(400, 401)})
 async def server_info(http: Request, config_format: Literal["text", "json"] = "text") -> Response:
-    """Version, and the engine's options by section: as text, or as data."""
+    """Version, and the engine's options by section: as text, or as data, where trainers find some by vLLM's names."""
     config = served_model(http).engine.config
-    shown = str(config) if config_format == "text" else _as_data(config)
+    shown = str(config) if config_format == "text" else {**_as_data(config), **_as_vllms(served_model(http))}
     return json_response({"version": __version__, "vllm_config": shown})
+
+
+def _as_vllms(model: ServedModel) -> dict[str, Any]:
+    """Options that trainers read, in the places where vLLM's server has them."""
+    config = model.engine.config
+    dtype = config.model.checkpoint_dtype if config.model.dtype == "auto" else config.model.dtype
+    return {
+        "model_config": {
+            "model": str(config.model.model),
+            "dtype": f"torch.{dtype}",
+            "max_model_len": model.max_model_len,
+            "logprobs_mode": config.sampling.logprobs_mode,
+            "max_logprobs": config.sampling.max_logprobs,
+        },
+        "weight_transfer_config": None,
+    }
 
 
 def _as_data(config: Any) -> dict[str, Any]:
