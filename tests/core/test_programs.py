@@ -26,15 +26,15 @@ pytestmark = [
 
 RECORDED = [
     *["llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "granite"],
-    *["ernie4_5", "hunyuan_v1_dense"],
+    *["ernie4_5", "hunyuan_v1_dense", "olmo2"],
 ]
 _MIXTURES = [
     *["qwen3_moe", "gpt_oss", "glm4_moe", "granitemoe", "mixtral"],
     *["dots1", "ernie4_5_moe", "hunyuan_v1_moe", "phimoe"],
-    *["deepseek_v2", "deepseek_v3", "glm4_moe_lite"],
+    *["deepseek_v2", "deepseek_v3", "glm4_moe_lite", "olmoe", "minimax_m2"],
 ]
 _IN_SEGMENTS = ["qwen2_moe"]
-_LAYER_BY_LAYER = ["olmo2", "gpt2", "llama4", "minimax_m2", "olmoe"]
+_LAYER_BY_LAYER = ["gpt2", "llama4"]
 PROMPTS = random_prompts([1, 5, 33, 70], VOCAB_SIZE)
 PARAMS = SamplingParams(temperature=0.0, seed=0, max_tokens=12, ignore_eos=True, logprobs=VOCAB_SIZE)
 OPTIONS: dict[str, dict[str, Any]] = {

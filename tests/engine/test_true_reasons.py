@@ -25,7 +25,6 @@ OWN_ATTENTION = "its attention does not go through the attention interface of Tr
 
 REASONS = {
     "ZambaForCausalLM": STATE,
-    "RecurrentGemmaForCausalLM": STATE,
     "RwkvForCausalLM": STATE,
     "xLSTMForCausalLM": STATE,
     "BigBirdPegasusForConditionalGeneration": ENCODER,
@@ -66,17 +65,21 @@ def test_the_plan_and_the_engine_give_the_true_reason(
     assert REASONS[class_name] in str(planned.value)
 
 
-def test_a_model_with_code_of_its_own_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """Ultravox, which Transformers has no class of."""
-    fields = {
-        "architectures": ["UltravoxModel"],
+_WITH_CODE = {
+    "UltravoxModel": {
         "model_type": "ultravox",
         "auto_map": {"AutoModel": "ultravox_model.UltravoxModel"},
         "audio_config": {"model_type": "whisper"},
         "text_config": {"model_type": "llama"},
-        "vocab_size": 32_000,
-        "hidden_size": 64,
-    }
+    },
+    "RWKV7ForCausalLM": {"model_type": "rwkv7", "auto_map": {"AutoModelForCausalLM": "rwkv7.RWKV7ForCausalLM"}},
+}
+
+
+@pytest.mark.parametrize("class_name", _WITH_CODE)
+def test_a_model_with_code_of_its_own_is_refused_with_the_reason(class_name: str, tmp_path: Path) -> None:
+    """Models that Transformers has no class of."""
+    fields = {**_WITH_CODE[class_name], "architectures": [class_name], "vocab_size": 32_000, "hidden_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UnsupportedModel, match=r"'UltravoxModel'.* nor in Transformers .*\(auto_map\) is not run"):
+    with pytest.raises(UnsupportedModel, match=rf"'{class_name}'.* nor in Transformers .*\(auto_map\) is not run"):
         plan_engine(str(tmp_path), device="cpu", load_format="dummy", max_model_len=64)

@@ -36,6 +36,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {},
     "mamba2": {},
     "nemotron_h": {"time_step_min": 0.001},
+    "nemotron_h_moe": {"time_step_min": 0.001, "moe_latent_size": 24},
     "qwen3_next": {"mlp_only_layers": []},
     "qwen3_5": {},
     "qwen3_5_moe": {},

@@ -45,6 +45,16 @@ _INITIAL_OF_MAMBA = {
 # Transformers upcasts GPT-2's scores only if asked, here they always are; it writes Gemma 3's pattern beside the
 # `layer_types` that follow from it; and Qwen has windows only where `use_sliding_window` says so.
 # Of recurrent families: chunks of Transformers' scans, sums of other fields, and initial values.
+_OF_EXPERTS = {
+    *["moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_routed_experts"],
+    *["norm_topk_prob", "num_experts_per_tok", "routed_scaling_factor", "topk_group"],
+}
+# Transformers gives attention neither a bias nor a window.
+_NEMOTRON = {
+    *["attention_bias", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "residual_in_fp32"],
+    *["moe_shared_expert_overlap", "mtp_layers_block_type", "n_shared_experts", "num_nextn_predict_layers"],
+    *["sliding_window", "time_step_floor", "time_step_limit", "time_step_max", "use_mamba_kernels"],
+}
 WITHOUT_EFFECT_IN = {
     "gpt2": {"reorder_and_upcast_attn"},
     "gemma3": {"_sliding_window_pattern"},
@@ -56,14 +66,14 @@ WITHOUT_EFFECT_IN = {
     "falcon_mamba": _INITIAL_OF_MAMBA,
     "jamba": {"use_mamba_kernels", "use_mambapy", "use_associative_scan"},
     "mamba2": {"residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
-    # Transformers gives attention neither a bias nor a window; the others are of experts, which are refused.
-    "nemotron_h": {
-        *["attention_bias", "expand", "hidden_dropout", "mamba_proj_bias", "mamba_ssm_cache_dtype", "residual_in_fp32"],
-        *["moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size"],
-        *["moe_shared_expert_overlap", "mtp_layers_block_type", "n_group", "n_routed_experts", "n_shared_experts"],
-        *["norm_topk_prob", "num_experts_per_tok", "num_nextn_predict_layers", "routed_scaling_factor"],
-        *["sliding_window", "time_step_floor", "time_step_limit", "time_step_max", "topk_group", "use_mamba_kernels"],
+    "nemotron_h": _NEMOTRON | _OF_EXPERTS,
+    "nemotron_h_moe": _NEMOTRON,
+    "zamba2": {
+        *["attention_head_dim", "attention_hidden_size", "hybrid_layer_ids", "kv_channels", "mamba_headdim"],
+        *["num_query_groups", "time_step_floor", "time_step_max", "use_conv_bias", "use_long_context"],
+        *["use_mamba_kernels", "use_mem_eff_path"],
     },
+    "recurrent_gemma": {"final_w_init_variance_scale", "w_init_variance_scale"},
     "kimi_linear": {"qk_head_dim"},
     "minimax": {"block_size", "router_jitter_noise"},
     "olmo_hybrid": {

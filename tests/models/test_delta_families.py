@@ -80,6 +80,36 @@ def test_the_published_form_of_kimi_linears_configuration_is_read() -> None:
     assert {name: slot.shape for name, slot in slots.items()} == {name: one.shape for name, one in expected.items()}
 
 
+def minimax_text_01() -> dict[str, Any]:
+    """Fields of the original format, of the same model as the tiny one of Transformers."""
+    made = content_of("minimax", architectures=["MiniMaxText01ForCausalLM"], model_type="minimax_text_01")
+    names = {"full_attn": "full_attention", "linear_attn": "linear_attention", "mlp": "mlp"}
+    for ours, theirs in names.items():
+        for factor in ("alpha", "beta"):
+            made[f"layernorm_{theirs}_{factor}"] = made.pop(f"{ours}_{factor}_factor")
+    made["attn_type_list"] = [int(kind == FULL) for kind in made.pop("layer_types")]
+    return {**made, "postnorm": True, "shared_intermediate_size": 0, "rotary_dim": 8}
+
+
+def test_the_original_format_of_minimax_text_01_is_read() -> None:
+    expected = build(content_of("minimax", rope_parameters={"rope_theta": 1e6, "rope_type": "default"}))
+    found = build(minimax_text_01())
+    assert isinstance(found, DecoderForCausalLM)
+    assert isinstance(expected, DecoderForCausalLM)
+    assert list(found.layer_kinds) == list(expected.layer_kinds)
+    for layer, like in zip(found.model.layers, expected.model.layers, strict=True):
+        assert layer.factors == like.factors
+    rope = found.config.rope
+    assert rope is not None
+    assert rope.rotary_dim == 8
+    shapes = [{name: slot.shape for name, slot in model.checkpoint_slots().items()} for model in (found, expected)]
+    assert shapes[0] == shapes[1]
+    with pytest.raises(UnsupportedFeature, match="postnorm=False"):
+        build({**minimax_text_01(), "postnorm": False})
+    with pytest.raises(UnsupportedFeature, match="attn_type_list"):
+        build({**minimax_text_01(), "attn_type_list": [2]})
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [

@@ -74,7 +74,6 @@ def test_a_model_is_refused_with_the_reason(class_name: str, overrides: dict[str
         ("T5EncoderModel", "it is an encoder-decoder model"),
         ("BartModel", "it is an encoder-decoder model"),
         ("RwkvModel", f"it {STATE}"),
-        ("MambaModel", f"it {STATE}"),
         ("XLNetModel", "config.json limits no context"),
     ],
 )

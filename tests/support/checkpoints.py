@@ -291,6 +291,16 @@ _TINY_SHARED_MOE = {
     "shared_expert_intermediate_size": 40,
 }
 _TINY_DELTA_MOE = {name: value for name, value in _TINY_DELTA.items() if name != "intermediate_size"} | _TINY_SHARED_MOE
+_TINY_NEMOTRON = {
+    **{name: value for name, value in _TINY.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
+    "head_dim": 16,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 12,
+    "time_step_min": 0.7,
+    "pad_token_id": 0,
+}
 RECURRENT = {
     "bamba": Family(
         "BambaConfig",
@@ -327,16 +337,57 @@ RECURRENT = {
         "NemotronHConfig",
         "NemotronHForCausalLM",
         {
-            **{name: value for name, value in _TINY.items() if name not in ("num_hidden_layers", "rms_norm_eps")},
-            "head_dim": 16,
+            **_TINY_NEMOTRON,
             "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
-            "mamba_num_heads": 6,
-            "mamba_head_dim": 16,
-            "n_groups": 2,
-            "ssm_state_size": 12,
+        },
+    ),
+    "nemotron_h_moe": Family(
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            **_TINY_NEMOTRON,
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+            "moe_intermediate_size": 48,
+            "moe_shared_expert_intermediate_size": 40,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
+    "zamba2": Family(
+        "Zamba2Config",
+        "Zamba2ForCausalLM",
+        {
+            **{name: value for name, value in _TINY.items() if name != "num_key_value_heads"},
+            "num_hidden_layers": 3,
+            "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+            "num_mem_blocks": 1,
+            "use_shared_attention_adapter": True,
+            "adapter_rank": 16,
+            "use_mem_rope": True,
+            "n_mamba_heads": 8,
+            "mamba_ngroups": 2,
+            "mamba_d_state": 12,
             "time_step_min": 0.7,
             "pad_token_id": 0,
         },
+        # Attention with larger inputs, which are twice as wide and have adapters, has one key, and makes errors large.
+        norm_weight=0.3,
+    ),
+    "recurrent_gemma": Family(
+        "RecurrentGemmaConfig",
+        "RecurrentGemmaForCausalLM",
+        {
+            **{name: value for name, value in _TINY.items() if name != "max_position_embeddings"},
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 1,
+            "intermediate_size": 224,
+            "attention_window_size": 9,
+            "lru_width": 80,
+            "logits_soft_cap": 5.0,
+            "pad_token_id": 0,
+        },
+        norm_weight=0.0,
     ),
     "mamba2": Family(
         "Mamba2Config",

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "jamba": gguf.MODEL_ARCH.JAMBA,
     "mamba2": gguf.MODEL_ARCH.MAMBA2,
     "nemotron_h": gguf.MODEL_ARCH.NEMOTRON_H,
+    "nemotron_h_moe": gguf.MODEL_ARCH.NEMOTRON_H_MOE,
     "qwen3_next": gguf.MODEL_ARCH.QWEN3NEXT,
     "qwen3_5": gguf.MODEL_ARCH.QWEN35,
     "qwen3_5_moe": gguf.MODEL_ARCH.QWEN35MOE,
@@ -90,8 +91,8 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
         for kind, half in zip(("w1", "w3"), weight.chunk(2, 1), strict=True):
             yield f"blk.{layer}.{_EXPERTS[kind]}.weight", half
         return
-    if name.endswith(".experts.down_proj"):
-        yield f"blk.{layer}.ffn_down_exps.weight", weight
+    if name.endswith((".experts.down_proj", ".experts.up_proj")):
+        yield f"blk.{layer}.ffn_{name.rpartition('.')[2].removesuffix('_proj')}_exps.weight", weight
         return
     if name.endswith(".shared_mlp.input_linear.weight"):
         for kind, half in zip(("gate", "up"), weight.chunk(2), strict=True):
@@ -128,7 +129,8 @@ def _stored(name: str, weight: Tensor, config: Any, family: str, names: Any) -> 
     if name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
         weight = weight.view(getattr(config, "mamba_n_groups", None) or config.n_groups, -1)
     name = name.replace(".dt_bias", ".dt_proj.bias").replace(".expert_bias", ".expert_bias.bias")
-    if family == "nemotron_h":
+    if family.startswith("nemotron_h"):
+        name = name.replace(".e_score_correction_bias", ".e_score_correction.bias")
         name = name.replace("model.", "backbone.")
     stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert stored is not None, name
@@ -213,7 +215,14 @@ def _write_fields(writer: gguf.GGUFWriter, config: Any, family: str, num_layers:
         return
     kv_heads = [config.num_key_value_heads if kind == "full_attention" else 0 for kind in kinds]
     writer.add_head_count_kv(config.num_key_value_heads if family == "falcon_h1" else kv_heads)
-    if family == "nemotron_h":
+    if family == "nemotron_h_moe":
+        writer.add_expert_count(config.n_routed_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+    if family.startswith("nemotron_h"):
         writer.add_feed_forward_length([config.intermediate_size if kind == "mlp" else 0 for kind in kinds])
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)

@@ -66,7 +66,9 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "state_size": 12},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "mlp"],
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+        "moe_intermediate_size": 48,
+        "moe_shared_expert_intermediate_size": 40,
         "mamba_num_heads": 8,
         "mamba_head_dim": 16,
         "ssm_state_size": 12,
@@ -78,8 +80,10 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "youtu": _LATENT,
     "longcat_flash": {**_LATENT, "head_dim": 8, "ffn_hidden_size": 112, "expert_ffn_hidden_size": 48, "moe_topk": 2},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 9},
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "pronunciation_vocab_size": 97},
     "sarvam_mla": _LATENT,
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "adapter_rank": 16},
 }
 _TAKES_MEDIA = "it takes [media](multimodal.md), and is tried there or refused by name"
 # Types that are not made tiny, and why.

@@ -169,7 +169,7 @@ SMALL = Sizes(heads=4, groups=2, key=5, value=3)
 # Values that fill vectors of every instruction set, in part too.
 LARGE = Sizes(heads=2, groups=1, key=18, value=2 * 64 + 32 + 16 + 7)
 NUM_GATES = 400
-RULES = ["state space", "gated delta", "channel delta", "selective", "selective by head", "constant decay"]
+RULES = ["state space", "gated delta", "channel delta", "selective", "selective by head", "constant decay", "gated lru"]
 
 
 def rule_of(name: str, sizes: Sizes) -> ScanRule:
@@ -187,6 +187,16 @@ def rule_of(name: str, sizes: Sizes) -> ScanRule:
         "selective": replace(values_first, steps=0, step_size="value", scales_values=True),
         "selective by head": replace(values_first, steps=3, scales_values=True),
         "constant decay": values_first,
+        "gated lru": ScanRule(
+            num_groups=sizes.groups,
+            values=3,
+            keys=None,
+            queries=None,
+            steps=5,
+            step_size="value",
+            step_activation="sigmoid",
+            keeps_variance=True,
+        ),
     }[name]
 
 
@@ -199,6 +209,8 @@ def parameters_of(name: str, sizes: Sizes) -> ScanParameters:
     if name == "constant decay":
         return ScanParameters(random(sizes.heads))
     bias = random(sizes.num_steps(rule))
+    if name == "gated lru":
+        return ScanParameters(random(sizes.heads, sizes.key, sizes.value), bias)
     if name.startswith("selective"):
         skip = random(sizes.heads * sizes.value)
         return ScanParameters(random(sizes.heads, sizes.key, sizes.value), bias if "head" in name else None, skip)
@@ -216,13 +228,15 @@ def brute_force_scan(rows_TX: Tensor, name: str, sizes: Sizes) -> Tensor:
     decay_log, bias, skip = (None if one is None else one.double().numpy() for one in parameters)
     state = np.zeros((sizes.heads, sizes.key, sizes.value))
     outputs = []
-    for row in rows:
+    for number, row in enumerate(rows):
         mixed, gates = row[: sizes.mixed], row[sizes.mixed :]
         out = np.zeros((sizes.heads, sizes.value))
         for head in range(sizes.heads):
             group = head // (sizes.heads // sizes.groups)
-            key = mixed[rule.keys + group * sizes.key :][: sizes.key]
-            query = mixed[rule.queries + group * sizes.key :][: sizes.key]
+            key, query = (
+                np.ones(sizes.key) if first is None else mixed[first + group * sizes.key :][: sizes.key]
+                for first in (rule.keys, rule.queries)
+            )
             value = mixed[rule.values + head * sizes.value :][: sizes.value]
             if rule.has_unit_keys:
                 key, query = (x / np.sqrt((x * x).sum() + 1e-6) for x in (key, query))
@@ -231,16 +245,19 @@ def brute_force_scan(rows_TX: Tensor, name: str, sizes: Sizes) -> Tensor:
                 size = sizes.num_steps(rule) // sizes.heads
                 raw = gates[rule.steps + head * size :][:size] * rule.step_scale
                 raw = raw + (0 if bias is None else bias[head * size :][:size])
-                step = np.clip(np.log1p(np.exp(raw)), rule.min_step, rule.max_step)
+                active = np.log1p(np.exp(raw)) if rule.step_activation == "softplus" else 1 / (1 + np.exp(-raw))
+                step = np.clip(active, rule.min_step, rule.max_step)
                 step = step[:, None] if rule.step_size == "key" else step[None, :]
-            state[head] *= np.exp(-np.exp(decay_log[head]) * step)
+            decay = np.exp(-np.exp(decay_log[head]) * step)
+            state[head] *= decay
             added = value
             if rule.betas is not None:
                 beta = rule.beta_scale / (1 + np.exp(-gates[rule.betas + head]))
                 added = beta * (value - key @ state[head])
             elif rule.scales_values:
                 added = (step * value).reshape(-1)
-            state[head] += np.outer(key, added)
+            scale = np.sqrt(1 - decay**2) if rule.keeps_variance and number > 0 else 1.0
+            state[head] += scale * np.outer(key, added)
             out[head] = (query * rule.query_scale) @ state[head]
             if skip is not None:
                 out[head] += skip.reshape(sizes.heads, -1)[head] * value

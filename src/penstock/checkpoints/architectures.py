@@ -9,6 +9,15 @@ from typing import Any
 
 # Decoder families with a native class, by the names of their other classes: "LlamaModel" is "Llama".
 _DECODERS = {
+    **{
+        family: f"{family}ForCausalLM"
+        for family in (
+            *["Bamba", "FalconH1", "FalconMamba", "GraniteMoeHybrid", "Jamba", "KimiLinear", "Lfm2", "Lfm2Moe"],
+            *["Mamba", "Mamba2", "MiniMax", "NemotronH", "OlmoHybrid", "Qwen3Next", "RecurrentGemma", "Zamba2"],
+        )
+    },
+    "Qwen3_5Text": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeText": "Qwen3_5MoeForCausalLM",
     "GPT2": "GPT2LMHeadModel",
     "Gemma2": "Gemma2ForCausalLM",
     "Gemma3": "Gemma3ForCausalLM",

@@ -129,9 +129,7 @@ def relu(x: Tensor) -> Tensor:
 
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0) ** 2 (So et al. 2021, https://arxiv.org/abs/2109.08668)."""
-    if NATIVE is not None and _native_takes(x):
-        return NATIVE.gate_and_mul("relu", NATIVE.concatenate_rows(x, x))
-    return F.relu(x).square()
+    return NATIVE.activate("relu2", x) if NATIVE is not None and _native_takes(x) else F.relu(x).square()
 
 
 def quick_gelu(x: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A recurrence advances a matrix per head, token by token, in one order of sums, so that the state at a position has one
 value: by decode, verification of drafts, any chunks, or from a snapshot. State-space models (Mamba, arXiv:2312.00752;
-Mamba 2, arXiv:2405.21060), the gated delta rule (arXiv:2412.06464; with a decay per key channel, arXiv:2510.26692) and
-lightning attention (arXiv:2401.04658) are cases of it.
+Mamba 2, arXiv:2405.21060), the gated delta rule (arXiv:2412.06464; with a decay per key channel, arXiv:2510.26692),
+lightning attention (arXiv:2401.04658) and the RG-LRU (arXiv:2402.19427) are cases of it.
 Suffixes: T tokens, R requests, B pages, C channels, K taps of a convolution, H heads, G groups of heads with common
 keys and queries, N keys' size, P values' size, W width of gates, X concatenated heads.
 """
@@ -70,7 +70,7 @@ def convolve_reference(
     inputs_TC = inputs_TC.to(inputs_BKC.dtype).float()
     weight_KC = weight_KC.float()
 
-    def advance(inputs_RKC: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(inputs_RKC: Tensor, tokens_R: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
         inputs_RKC = torch.cat((inputs_RKC, inputs_TC[tokens_R].unsqueeze(1)), 1)
         sums_RC = torch.zeros_like(inputs_RKC[:, 0]) if bias_C is None else bias_C.float().expand(len(tokens_R), -1)
         for inputs_RC, weight_C in zip(inputs_RKC.unbind(1), weight_KC.unbind(0), strict=True):
@@ -125,14 +125,16 @@ def scan_reference(
     def of_heads(rows_RC: Tensor, first: int, num_heads: int, size: int) -> Tensor:
         return rows_RC[:, first : first + num_heads * size].view(-1, num_heads, size)
 
-    def keys(rows_RC: Tensor, first: int) -> Tensor:
+    def keys(rows_RC: Tensor, first: int | None) -> Tensor:
         """Keys or queries, [R, H, N, 1]."""
+        if first is None:
+            return rows_RC.new_ones(1, 1, 1, 1)
         rows_RGN = of_heads(rows_RC, first, rule.num_groups, key_size)
         if rule.has_unit_keys:
             rows_RGN = rows_RGN * (_sum(rows_RGN * rows_RGN, 2).unsqueeze(2) + _UNIT_EPS).rsqrt()
         return rows_RGN.repeat_interleave(num_heads // rule.num_groups, 1).unsqueeze(3)
 
-    def advance(states_RHNP: Tensor, tokens_R: Tensor) -> tuple[Tensor, Tensor]:
+    def advance(states_RHNP: Tensor, tokens_R: Tensor, is_first_R: Tensor) -> tuple[Tensor, Tensor]:
         mixed_RC, gates_RW = mixed_TC[tokens_R].float(), gates_TW[tokens_R].float()
         keys_RHN1, queries_RHN1 = keys(mixed_RC, rule.keys), keys(mixed_RC, rule.queries) * rule.query_scale
         values_RH1P = of_heads(mixed_RC, rule.values, num_heads, value_size).unsqueeze(2)
@@ -140,9 +142,11 @@ def scan_reference(
         if rule.steps is not None:
             size = sizes[rule.step_size]
             steps_RX = gates_RW[:, rule.steps :][:, : num_heads * size[0] * size[1]] * rule.step_scale
-            steps_RX = _softplus(steps_RX if step_bias is None else steps_RX + step_bias.view(-1))
+            steps_RX = steps_RX if step_bias is None else steps_RX + step_bias.view(-1)
+            steps_RX = _softplus(steps_RX) if rule.step_activation == "softplus" else _activate("sigmoid", steps_RX)
             steps_RHNP = steps_RX.clamp(rule.min_step, rule.max_step).view(-1, num_heads, *size)
-        states_RHNP = states_RHNP * (-decay_rate_HNP * steps_RHNP).exp()
+        decays_RHNP = (-decay_rate_HNP * steps_RHNP).exp()
+        states_RHNP = states_RHNP * decays_RHNP
         added_RH1P = values_RH1P
         if rule.betas is not None:
             betas_RH11 = of_heads(gates_RW, rule.betas, num_heads, 1).unsqueeze(3)
@@ -150,7 +154,11 @@ def scan_reference(
             added_RH1P = betas_RH11 * (values_RH1P - _sum(states_RHNP * keys_RHN1, 2).unsqueeze(2))
         elif rule.scales_values:
             added_RH1P = steps_RHNP * values_RH1P
-        states_RHNP = states_RHNP + keys_RHN1 * added_RH1P
+        added_RHNP = keys_RHN1 * added_RH1P
+        if rule.keeps_variance:
+            left_RHNP = (1 - decays_RHNP * decays_RHNP).sqrt()
+            added_RHNP = added_RHNP * torch.where(is_first_R.view(-1, 1, 1, 1), 1.0, left_RHNP)
+        states_RHNP = states_RHNP + added_RHNP
         out_RHP = _sum(states_RHNP * queries_RHN1, 2)
         if skip is not None:
             out_RHP = out_RHP + skip.view(num_heads, -1) * values_RH1P.squeeze(2)
@@ -234,7 +242,7 @@ def triton_recurrence(rows: Sequence[Tensor], parameters: Sequence[Tensor | None
 
 
 def _token_by_token(
-    advance: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    advance: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
     states_BX: Tensor,
     step: StateStep,
     num_tokens: int,
@@ -242,8 +250,8 @@ def _token_by_token(
 ) -> Tensor:
     """Advance the states of all requests together, and keep those that have a page: [T, width] of outputs, float32.
 
-    advance: returns the next states, float32 [R, ...], and outputs [R, width], from states and rows of tokens, int64
-    [R].
+    advance: returns the next states, float32 [R, ...], and outputs [R, width], from states, rows of tokens, int64 [R],
+    and whether they are the first ones of their requests, bool [R].
     """
     pages, device = step.pages(), states_BX.device
     starts_R, ends_R = step.query_start_loc[:-1].long(), step.query_start_loc[1:].long()
@@ -254,7 +262,8 @@ def _token_by_token(
     for offset in range(step.max_query_len):
         is_there_R = starts_R + offset < ends_R
         tokens_R = torch.where(is_there_R, starts_R + offset, num_tokens - 1)
-        advanced_RX, out_RX = advance(states_RX, tokens_R)
+        is_first_R = (pages.before_R == 0) if offset == 0 else torch.zeros_like(is_there_R)
+        advanced_RX, out_RX = advance(states_RX, tokens_R, is_first_R)
         kept_RX = advanced_RX.to(states_BX.dtype)
         for pages_T in (pages.own_T, pages.snapshots_T):
             # Page 0 takes what is not kept.

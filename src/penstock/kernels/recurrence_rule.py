@@ -15,6 +15,7 @@ GateName = Literal["silu", "sigmoid"]
 # Numbers that the kernels have for them, and for sizes of steps.
 ACTIVATIONS = {None: 0, "silu": 1, "sigmoid": 2}
 STEP_SIZES = {"head": 0, "key": 1, "value": 2}
+STEP_ACTIVATIONS = {"softplus": 0, "sigmoid": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,15 @@ class ScanRule:
 
     Of every head, with a state s [N, P], key k and query q [N], value v [P]:
 
-        d = clamp(softplus(steps * step_scale + step_bias), min_step, max_step), or 1 without steps
-        s = s * exp(-exp(decay_log) * d)
+        d = clamp(activation(steps * step_scale + step_bias), min_step, max_step), or 1 without steps
+        a = exp(-exp(decay_log) * d), of all elements of the state
+        s = s * a
         u = sigmoid(betas) * beta_scale * (v - k^T s), or d * v with `scales_values`, or v
-        s = s + k u^T
+        s = s + k u^T, or s + sqrt(1 - a^2) * k u^T with `keeps_variance`, except for the first token of a request
         y = q^T s + skip * v
 
     values, keys, queries: first columns among the mixed rows, of [H, P], [G, N] and [G, N]; head h has the keys and
-        queries of group h // (H / G).
+        queries of group h // (H / G). None for keys and queries of ones.
     steps: first column among the gates; None for none. step_size: steps are [H], [H, N] or [H, P].
     betas: first column among the gates, of [H]; None for a recurrence without the delta rule.
     has_unit_keys: queries and keys are divided by their norms. query_scale: factor on queries, after that.
@@ -65,12 +67,14 @@ class ScanRule:
 
     num_groups: int
     values: int
-    keys: int
-    queries: int
+    keys: int | None
+    queries: int | None
     steps: int | None = None
     step_size: Literal["head", "key", "value"] = "head"
+    step_activation: Literal["softplus", "sigmoid"] = "softplus"
     step_scale: float = 1.0
     scales_values: bool = False
+    keeps_variance: bool = False
     min_step: float = 0.0
     max_step: float = float("inf")
     betas: int | None = None
@@ -83,6 +87,8 @@ class ScanRule:
             raise ValueError("the delta rule has steps per head or key channel, since it adds up the decayed state.")
         if self.scales_values and self.step_size == "key":
             raise ValueError("steps scale values per head or value channel; a step per key channel has no value.")
+        if (self.keeps_variance or None in (self.keys, self.queries)) and self.step_size != "value":
+            raise ValueError("keeps_variance, and keys and queries of ones, are for recurrences with steps by value.")
 
 
 class ScanParameters(NamedTuple):

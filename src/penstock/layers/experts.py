@@ -1,10 +1,11 @@
-"""Mixtures of experts: a router, and gated MLPs of which each token takes a few.
+"""Mixtures of experts: a router, and MLPs of which each token takes a few.
 
 Suffixes: T tokens, D hidden size, E experts, K experts of a token, N rows of one expert.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
-from penstock.kernels.activation import GATED_ACTIVATIONS, GatedActivation, sigmoid
+from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, GatedActivation, sigmoid
 from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.experts import RuleArguments
 from penstock.kernels.rows import sum_rows
 from penstock.kernels.stored_weight import ExpertWeights
 from penstock.layers.linear import LinearLayer, WeightChanges
-from penstock.layers.mlp import GatedMLP
+from penstock.layers.mlp import GatedMLP, PlainMLP
+from penstock.layers.weights import Part, WeightSlot
 from penstock.parallel import ParallelState
 from penstock.parallel.scattered_rows import ScatteredRows
 
@@ -166,11 +168,11 @@ class ExpertRows:
 
 
 class Experts(nn.ModuleList):
-    """Gated MLPs, each over the rows of its tokens.
+    """MLPs, gated or plain, each over the rows of its tokens.
 
     Each expert's products run over all of its rows at once, and threads share their outputs; on a GPU all experts'
-    products are one launch, in the formats of `StoredWeight`, if `are_grouped`. A token's results are added in the
-    order of the experts' numbers, so that they do not depend on other tokens.
+    products are one launch, in the formats of `StoredWeight`, if they are gated and `are_grouped`. A token's results
+    are added in the order of the experts' numbers, so that they do not depend on other tokens.
     """
 
     def __init__(
@@ -183,20 +185,26 @@ class Experts(nn.ModuleList):
         parallel: ParallelState,
         bias: bool = False,
         weighs_inputs: bool = False,
+        are_gated: bool = True,
     ) -> None:
+        make = GatedMLP if are_gated else PlainMLP
         super().__init__(
-            GatedMLP(hidden_size, intermediate_size, activation=activation, bias=bias, parallel=parallel)
+            make(hidden_size, intermediate_size, activation=activation, bias=bias, parallel=parallel)
             for _ in range(num_experts)
         )
-        self._activation = GATED_ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        by_name = GATED_ACTIVATIONS if are_gated else ACTIVATIONS
+        self._activation = by_name[activation] if isinstance(activation, str) else activation
         self.are_grouped = True
         self._weighs_inputs = weighs_inputs
         self._grouped: GroupedExperts | None = None
         # Replacements of any expert's weights, and their number when these products were made.
         self._changes = WeightChanges()
         self._grouped_at = -1
-        for mlp in cast("list[GatedMLP]", list(self)):
-            mlp.gate_up_proj.changes = mlp.down_proj.changes = self._changes
+        for layer in itertools.chain.from_iterable(self._projections()):
+            layer.changes = self._changes
+
+    def _projections(self) -> list[tuple[LinearLayer, LinearLayer]]:
+        return [mlp.projections for mlp in cast("list[GatedMLP | PlainMLP]", list(self))]
 
     def partial(self, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor, context: ForwardContext) -> Tensor:
         """Weighted sum of each token's experts, of this rank's part of their features: [T, D]."""
@@ -213,7 +221,7 @@ class Experts(nn.ModuleList):
         made_ND = torch.empty_like(given_ND)
         of_pairs = context.of_rows(lambda per_token: per_token.index_select(0, tokens_N))
         for expert, place in rows.pieces():
-            mlp: GatedMLP = self[expert]  # type: ignore[assignment]
+            mlp: GatedMLP | PlainMLP = self[expert]  # type: ignore[assignment]
             made_ND[place] = mlp.partial(given_ND[place], of_pairs.of_rows(itemgetter(place)))
         made_TKD = torch.empty_like(made_ND)
         made_TKD[rows.order] = made_ND
@@ -228,8 +236,7 @@ class Experts(nn.ModuleList):
         """Whether LoRA adapters of an expert may change the outputs of these rows."""
         if context.inputs.is_empty:
             return False
-        mlps = cast("list[GatedMLP]", list(self))
-        return any(layer.has_adapters(context) for mlp in mlps for layer in (mlp.gate_up_proj, mlp.down_proj))
+        return any(layer.has_adapters(context) for layer in itertools.chain.from_iterable(self._projections()))
 
     def _grouped_for(self, hidden_TD: Tensor) -> GroupedExperts | None:
         """Grouped products of these experts; None where there are none for their device, weights or activation."""
@@ -245,11 +252,10 @@ class Experts(nn.ModuleList):
 
     def _group(self, dtype: torch.dtype) -> GroupedExperts | None:
         """Grouped products of the weights as they are now, for this dtype of hidden states."""
-        mlps = cast("list[GatedMLP]", list(self))
-        gate_up, down = [mlp.gate_up_proj for mlp in mlps], [mlp.down_proj for mlp in mlps]
+        gate_up, down = zip(*self._projections(), strict=True)
         weights = [[layer.method.stored_weight(layer) for layer in layers] for layers in (gate_up, down)]
         stored = [[weight for weight in given if weight is not None and weight.values.numel()] for given in weights]
-        if any(len(given) < len(mlps) for given in stored):
+        if any(len(given) < len(self) for given in stored):
             return None
         biases = [[layer.bias for layer in layers if layer.bias is not None] or None for layers in (gate_up, down)]
         experts = ExpertWeights(stored[0], stored[1], biases[0], biases[1])
@@ -289,11 +295,29 @@ class _Gate(LinearLayer):
     keeps_precision = True
 
 
+class _FromLatent(LinearLayer):
+    """A projection of a rank's part of the experts' sums, whose results the ranks add up."""
+
+    def __init__(self, input_size: int, output_size: int, *, bias: bool, parallel: ParallelState) -> None:
+        super().__init__(input_size, output_size, bias=bias)
+        self._is_first = parallel.tensor.rank == 0
+
+    def slots(self) -> dict[str, WeightSlot]:
+        """Slots by parameter name; only the first rank has a bias."""
+        slots = {"weight": WeightSlot((self.output_size, self.input_size), self.weight)}
+        if self.bias is not None:
+            slots["bias"] = WeightSlot((self.output_size,), self.bias, None if self._is_first else Part(0, ()))
+        return slots
+
+
 class MoE(nn.Module):
     """Experts chosen by a router, and a shared one.
 
-    activation: as of `GatedMLP`. shared_size: features of the shared expert; 0 for none. bias: of router and experts.
-    intermediate_size: of an expert, over all ranks.
+    activation: as of the MLPs, which are plain unless they `are_gated`. shared_size: features of the shared expert; 0
+    for none. bias: of router and experts. shared_bias: of the shared expert and of `latent_size`'s projections.
+    intermediate_size: of an expert, over all ranks. latent_size: the chosen experts have inputs and outputs of this
+    size, from a projection of the hidden states and to another one (LatentMoE, NVIDIA 2025, https://arxiv.org/abs/2512.20856);
+    None for those of the hidden states themselves.
     load_E: int64, to which every step adds the tokens of each expert, padding excluded; None counts nothing.
     """
 
@@ -311,25 +335,37 @@ class MoE(nn.Module):
         gates_shared: bool = False,
         has_correction: bool = False,
         bias: bool = False,
+        shared_bias: bool = False,
+        are_gated: bool = True,
+        latent_size: int | None = None,
     ) -> None:
         super().__init__()
         self.intermediate_size = intermediate_size
         self._group = parallel.tensor
         self._hidden_size = hidden_size
         self.gate = Router(hidden_size, routing, has_correction=has_correction, bias=bias)
+        self.to_latent = self.from_latent = None
+        if latent_size is not None:
+            self.to_latent = LinearLayer(hidden_size, latent_size, bias=shared_bias)
+            self.from_latent = _FromLatent(latent_size, hidden_size, bias=shared_bias, parallel=parallel)
         self.experts = Experts(
             routing.num_experts,
-            hidden_size,
+            latent_size or hidden_size,
             intermediate_size,
             activation=activation,
             parallel=parallel,
             bias=bias,
             weighs_inputs=routing.weighs_inputs,
+            are_gated=are_gated,
         )
-        self.shared_expert = None
-        if shared_size:
+        self.shared_expert: SharedExpert | PlainMLP | None = None
+        if shared_size and are_gated:
             self.shared_expert = SharedExpert(
                 hidden_size, shared_size, activation=activation, is_gated=gates_shared, parallel=parallel
+            )
+        elif shared_size:
+            self.shared_expert = PlainMLP(
+                hidden_size, shared_size, activation=activation, bias=shared_bias, parallel=parallel
             )
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
@@ -343,15 +379,22 @@ class MoE(nn.Module):
 
     def _partial_by_library(self, context: ForwardContext, hidden_TD: Tensor) -> list[Tensor] | None:
         """`_partial` by the library's operation over all experts; None where kernels for it are missing."""
-        is_gated = self.shared_expert is not None and self.shared_expert.gate is not None
+        is_gated = isinstance(self.shared_expert, SharedExpert) and self.shared_expert.gate is not None
         if NATIVE is None or is_gated or self.gate.routing.weighs_inputs:
             return None
         gate = self.gate
         mlps = cast("list[Callable[[Tensor, ForwardContext], Tensor]]", [mlp.partial for mlp in self.experts])
         rule, bias_E = gate.routing.arguments, gate.e_score_correction_bias
-        part_TD = NATIVE.experts.mixture(hidden_TD, gate, mlps, context, rule, bias_E, self.load_E)
+        given_TX = hidden_TD if self.to_latent is None else self.to_latent(hidden_TD, context)
+
+        def router(_: Tensor, context: ForwardContext) -> Tensor:
+            return gate(hidden_TD, context)  # type: ignore[no-any-return]
+
+        part_TD = NATIVE.experts.mixture(given_TX, router, mlps, context, rule, bias_E, self.load_E)
         if part_TD is None:
             return None
+        if self.from_latent is not None:
+            part_TD = self.from_latent(part_TD, context)
         if self.shared_expert is not None:
             part_TD = sum_rows(part_TD, self.shared_expert.partial(hidden_TD, context))
         return [part_TD]
@@ -361,7 +404,10 @@ class MoE(nn.Module):
         if self.load_E is not None and context.sequences is not None:
             experts = experts_TK[: context.sequences.num_actual_tokens].flatten()
             self.load_E += torch.bincount(experts, minlength=len(self.load_E))
-        part_TD = self.experts.partial(hidden_TD, experts_TK, weights_TK, context)
+        given_TX = hidden_TD if self.to_latent is None else self.to_latent(hidden_TD, context)
+        part_TD = self.experts.partial(given_TX, experts_TK, weights_TK, context)
+        if self.from_latent is not None:
+            part_TD = self.from_latent(part_TD, context)
         if self.shared_expert is not None:
             part_TD += self.shared_expert.partial(hidden_TD, context)
         return [part_TD]

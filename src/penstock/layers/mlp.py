@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.kernels.activation import ACTIVATIONS, GATED_ACTIVATIONS, Activation, GatedActivation
+from penstock.layers.linear import LinearLayer
 from penstock.layers.parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, RowParallelLinear
 from penstock.layers.scalable_inputs import FactorOutputs
 from penstock.parallel import ParallelState
@@ -47,6 +48,11 @@ class GatedMLP(nn.Module):
         """activation(gate(x)) * up(x), of this rank's part of the intermediate features."""
         return self._activate_and_mul(self.gate_up_proj(hidden_TD, context))
 
+    @property
+    def projections(self) -> tuple[LinearLayer, LinearLayer]:
+        """The projections before and after the activation."""
+        return self.gate_up_proj, self.down_proj
+
 
 class PlainMLP(nn.Module):
     """down(activation(up(x))). activation: a name in `ACTIVATIONS`, or a function like those."""
@@ -67,4 +73,16 @@ class PlainMLP(nn.Module):
         self._activate = ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def forward(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        rows = context.output_rows
+        if rows is not None:
+            hidden_TD = rows.whole(hidden_TD)
         return self.down_proj(self._activate(self.up_proj(hidden_TD, context)), context)  # type: ignore[no-any-return]
+
+    def partial(self, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        """The output of this rank's part of the intermediate features, which the ranks have yet to add up."""
+        return self.down_proj.partial(self._activate(self.up_proj(hidden_TD, context)), context)
+
+    @property
+    def projections(self) -> tuple[LinearLayer, LinearLayer]:
+        """The projections before and after the activation."""
+        return self.up_proj, self.down_proj

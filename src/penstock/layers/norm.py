@@ -13,6 +13,7 @@ from penstock.kernels.norm import (
     rms_norm,
     rms_norm_rounded_last,
 )
+from penstock.kernels.rows import columns, concatenate_rows
 from penstock.layers.weights import Part, Shard, WeightSlot, new_parameter
 from penstock.parallel import Group, Share
 
@@ -59,6 +60,13 @@ class RMSNormRoundedLast(RMSNorm):
 
     def add_and_norm(self, x_TD: Tensor, residual_TD: Tensor) -> tuple[Tensor, Tensor]:
         return add_rms_norm_rounded_last(x_TD, residual_TD, self.weight, self.eps, self.weight_offset)
+
+
+class ZeroCentredRMSNorm(RMSNormRoundedLast):
+    """An RMSNorm whose stored weight is less one."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__(size, eps, weight_offset=1.0)
 
 
 class LayerNorm(nn.Module):
@@ -162,7 +170,7 @@ class WholeQueryKeyNorm(nn.Module):
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_size: int, eps: float) -> None:
         super().__init__()
-        self.head_counts = [num_heads, num_kv_heads]
+        self.head_counts, self._widths = [num_heads, num_kv_heads], [num_heads * head_size, num_kv_heads * head_size]
         self.rms_of_each_head = None
         self.q_norm = RMSNormRoundedLast(num_heads * head_size, eps)
         self.k_norm = RMSNormRoundedLast(num_kv_heads * head_size, eps)
@@ -171,6 +179,12 @@ class WholeQueryKeyNorm(nn.Module):
         query_THD, key_TKD = query_key_THD.split_with_sizes(self.head_counts, 1)
         normed_TX = torch.cat((self.q_norm(query_THD.flatten(1)), self.k_norm(key_TKD.flatten(1))), dim=-1)
         return normed_TX.view(query_key_THD.shape)
+
+    def of_rows(self, qkv_TX: Tensor) -> Tensor:
+        """Rows of queries, keys and values, of which the former two are normalised: [T, (H + 2 * K) * D]."""
+        queries, keys = self._widths
+        query_TX, key_TX = self.q_norm(columns(qkv_TX, 0, queries)), self.k_norm(columns(qkv_TX, queries, keys))
+        return concatenate_rows(concatenate_rows(query_TX, key_TX), columns(qkv_TX, queries + keys, keys))
 
 
 class _NormOfShare(RMSNormRoundedLast):

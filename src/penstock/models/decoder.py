@@ -223,8 +223,10 @@ class SelfAttention(nn.Module):
         )
 
     def forward(self, hidden_TD: Tensor, rotation: Rotation | None, context: ForwardContext) -> Tensor:
-        qkv_TX = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens())
-        mixed_TX = self.attn.from_projection(qkv_TX, self.query_key_norm, rotation, context)
+        qkv_TX, norm = self.qkv_proj(context.whole(hidden_TD), context.of_all_tokens()), self.query_key_norm
+        if isinstance(norm, WholeQueryKeyNorm):
+            qkv_TX, norm = norm.of_rows(qkv_TX), None
+        mixed_TX = self.attn.from_projection(qkv_TX, norm, rotation, context)
         return self.o_proj(mixed_TX, context)  # type: ignore[no-any-return]
 
 
@@ -284,10 +286,12 @@ class DecoderModel(nn.Module):
     layer: makes a layer, such as `DecoderLayer`, from its number. ropes: rotary embedding of each layer, None for one
     without; None takes the configuration's for all. embed_tokens, norm: replace the default ones.
 
-    num_added_rows: first layers to whose output a step may add rows (`added_rows`).
+    num_added_rows: first layers to whose output a step may add rows (`added_rows`). gives_embeddings: whether layers
+    get the embeddings of their tokens too, as a last argument, which each stage then makes.
     """
 
     num_added_rows = 0
+    gives_embeddings = False
 
     def __init__(
         self,
@@ -304,8 +308,9 @@ class DecoderModel(nn.Module):
         self._stage = stage = layers_of_stage(config.num_layers, parallel)
         self._hidden_size = config.hidden_size
         self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
-        has_embedding = self.is_first or (self.is_last and (config.tie_word_embeddings or parallel.embeds_at_end))
-        self.embed_tokens = (embed_tokens or _embedding(config, parallel)) if has_embedding else elsewhere()
+        is_at_end = self.is_last and (config.tie_word_embeddings or parallel.embeds_at_end)
+        self.has_embedding = self.is_first or is_at_end or self.gives_embeddings
+        self.embed_tokens = (embed_tokens or _embedding(config, parallel)) if self.has_embedding else elsewhere()
         self.rotations = LayerRotations((ropes or [config.rope] * config.num_layers)[stage.start : stage.stop])
         self.layers = nn.ModuleList(
             layer(index) if index in stage else Elsewhere() for index in range(config.num_layers)
@@ -323,12 +328,13 @@ class DecoderModel(nn.Module):
         else:
             hidden_TD = given_TD
         residual_TD: Tensor | None = None
+        embedded = [self._embedded(input_ids_T, hidden_TD, context)] if self.gives_embeddings else []
         rows_T = context.of_all_tokens().input(ROTATION_ROWS)
         rotations = self.rotations(positions_T if rows_T is None else rows_T, hidden_TD.dtype)
         contexts = context.by_layer(len(self._stage))
         for index, rotation, of_layer in zip(self._stage, rotations, contexts, strict=True):
             context.note_hidden(index, hidden_TD, residual_TD)
-            hidden_TD, residual_TD = self.layers[index](hidden_TD, residual_TD, rotation, of_layer)
+            hidden_TD, residual_TD = self.layers[index](hidden_TD, residual_TD, rotation, of_layer, *embedded)
             if index < self.num_added_rows and (added_TD := of_layer.input(added_rows(index))) is not None:
                 hidden_TD = sum_rows(hidden_TD, added_TD)
         context.note_hidden(self._stage.stop, hidden_TD, residual_TD)
@@ -343,6 +349,13 @@ class DecoderModel(nn.Module):
         if self.parallel.min_scattered_tokens is None:
             return context
         return replace(context, rows=scattered_rows(self.parallel, input_ids_T.shape[0]))
+
+    def _embedded(self, input_ids_T: Tensor, hidden_TD: Tensor, context: ForwardContext) -> Tensor:
+        """Embeddings beside the hidden states, which on the first stage are the same before the first layer."""
+        if self.is_first:
+            return sum_rows(hidden_TD, None)
+        embedded_TD: Tensor = self.embed_tokens(input_ids_T, context.of_all_tokens())
+        return embedded_TD if context.rows is None else context.rows.own(embedded_TD)
 
     def _first_hidden(self, input_ids_T: Tensor, context: ForwardContext) -> Tensor:
         """Embeddings; on later stages, whose real steps receive hidden states, zeros for a dummy step."""
@@ -410,7 +423,7 @@ class DecoderForCausalLM(CausalLM):
         self.model = model
         self.is_first = model.is_first
         # A stage with the embedding of a tied head keeps it in the head's layout, so that rows are the same.
-        has_head = model.is_last or (model.is_first and config.tie_word_embeddings)
+        has_head = model.is_last or (model.has_embedding and config.tie_word_embeddings)
         self.lm_head = _head(config, parallel, model) if has_head else elsewhere()
 
     def forward(

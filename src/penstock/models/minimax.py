@@ -5,7 +5,7 @@ Suffixes: T tokens of the step, D hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
 from penstock.layers.norm import norm_of_stream
 from penstock.layers.recurrence.lightning import QKV, LightningAttention, slopes
-from penstock.layers.rope_scaling import read_rope_parameters
+from penstock.layers.rope_scaling import RopeParameters, read_rope_parameters
 from penstock.models.config_fields import FULL, LINEAR, ConfigFields, read_layer_kinds
 from penstock.models.decoder import (
     ATTENTION_WEIGHTS,
@@ -25,6 +25,7 @@ from penstock.models.decoder import (
     DecoderModel,
     SelfAttention,
 )
+from penstock.models.minimax_m2 import read_rope_of_dimensions
 from penstock.models.mixtral import MixtralForCausalLM
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
 from penstock.models.weights import Into, WeightTable
@@ -33,6 +34,13 @@ from penstock.parallel import ParallelState
 _DEFAULT_THETA = 1000000.0
 _LAYER = "model.layers.*.self_attn"
 # Tables of decays that follow from the configuration.
+# Factors of the residual stream in configurations of the original format, by their names in that of Transformers.
+_ORIGINAL_FACTORS = {
+    "full_attn": "layernorm_full_attention",
+    "linear_attn": "layernorm_linear_attention",
+    "mlp": "layernorm_mlp",
+}
+_ORIGINAL_KINDS = {0: LINEAR, 1: FULL}
 _DECAYS = r"model\.layers\.\d+\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)"
 
 
@@ -71,22 +79,13 @@ class MiniMaxForCausalLM(MixtureForCausalLM):
 
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
-        config = DecoderConfig.read(
-            fields,
-            rope=lambda head_size: read_rope_parameters(
-                fields.hf_config,
-                head_size=head_size,
-                num_positions=fields.num_positions,
-                default_theta=_DEFAULT_THETA,
-            ),
-        )
-        kinds = read_layer_kinds(
-            fields, [LINEAR if layer % 2 else FULL for layer in range(config.num_layers)], allowed=(FULL, LINEAR)
-        )
+        config = DecoderConfig.read(fields, rope=lambda head_size: self.read_rope(fields, head_size))
+        kinds = self.read_kinds(fields, config.num_layers)
         fields.choice("hidden_act", ("silu", "swish"), "silu")
         window = fields.optional_integer("sliding_window")
-        factors = {kind: _read_factors(fields, name) for kind, name in ((FULL, "full_attn"), (LINEAR, "linear_attn"))}
-        of_mlp = _read_factors(fields, "mlp")
+        names = (FULL, "full_attn"), (LINEAR, "linear_attn")
+        factors = {kind: self.read_factors(fields, name) for kind, name in names}
+        of_mlp = self.read_factors(fields, "mlp")
         routing, layers = read_routing(fields, normalizes=True), list(range(config.num_layers))
         moe = mixtures(config, routing, config.intermediate_size, parallel, layers)
 
@@ -113,8 +112,48 @@ class MiniMaxForCausalLM(MixtureForCausalLM):
         super().__init__(config, parallel, DecoderModel(config, parallel, layer), layers, routing)
         self.layer_kinds = kinds
 
+    @staticmethod
+    def read_kinds(fields: ConfigFields, num_layers: int) -> Sequence[str]:
+        """`FULL` or `LINEAR` for every layer."""
+        default = [LINEAR if layer % 2 else FULL for layer in range(num_layers)]
+        return read_layer_kinds(fields, default, allowed=(FULL, LINEAR))
 
-def _read_factors(fields: ConfigFields, name: str) -> tuple[float, float]:
-    """Factors on the residual and on the output."""
-    alpha, beta = (fields.number(f"{name}_{factor}_factor", default=1.0) for factor in ("alpha", "beta"))
-    return float(alpha), float(beta)
+    @staticmethod
+    def read_rope(fields: ConfigFields, head_size: int) -> RopeParameters:
+        """Rotary embedding of the layers with attention."""
+        positions = fields.num_positions
+        return read_rope_parameters(
+            fields.hf_config, head_size=head_size, num_positions=positions, default_theta=_DEFAULT_THETA
+        )
+
+    @staticmethod
+    def read_factors(fields: ConfigFields, name: str) -> tuple[float, float]:
+        """Factors on the residual and on the output."""
+        alpha, beta = (fields.number(f"{name}_{factor}_factor", default=1.0) for factor in ("alpha", "beta"))
+        return float(alpha), float(beta)
+
+
+class MiniMaxText01ForCausalLM(MiniMaxForCausalLM):
+    """MiniMax-Text-01 with a configuration in its original format; a part of each head rotates."""
+
+    def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
+        ConfigFields(model_config).refuse_others({"postnorm": True, "shared_intermediate_size": 0})
+        super().__init__(model_config, parallel)
+
+    @staticmethod
+    def read_kinds(fields: ConfigFields, num_layers: int) -> Sequence[str]:
+        types = fields.hf_config.get("attn_type_list")
+        if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(_ORIGINAL_KINDS):
+            allowed = f"a list of num_hidden_layers={num_layers} numbers, 0 (lightning attention) or 1"
+            raise fields.unsupported("attn_type_list", types, allowed)
+        return [_ORIGINAL_KINDS[one] for one in types]
+
+    @staticmethod
+    def read_rope(fields: ConfigFields, head_size: int) -> RopeParameters:
+        return read_rope_of_dimensions(fields, head_size)
+
+    @staticmethod
+    def read_factors(fields: ConfigFields, name: str) -> tuple[float, float]:
+        original = _ORIGINAL_FACTORS[name]
+        alpha, beta = (fields.number(f"{original}_{factor}", default=1.0) for factor in ("alpha", "beta"))
+        return float(alpha), float(beta)

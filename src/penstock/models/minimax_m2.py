@@ -38,7 +38,7 @@ class MiniMaxM2ForCausalLM(MixtureForCausalLM):
         fields.refuse_others(_FIXED)
         if 0 in fields.hf_config.get("attn_type_list", ()):
             raise fields.unsupported("attn_type_list", fields.hf_config["attn_type_list"], "1 for each layer")
-        config = DecoderConfig.read(fields, rope=partial(_read_rope, fields))
+        config = DecoderConfig.read(fields, rope=partial(read_rope_of_dimensions, fields))
         routing = replace(read_routing(fields, normalizes=True), scoring=SIGMOID)
         layers = list(range(config.num_layers))
         moe = mixtures(config, routing, config.intermediate_size, parallel, layers, has_correction=True)
@@ -57,7 +57,8 @@ class MiniMaxM2ForCausalLM(MixtureForCausalLM):
         return [*names, *(name.replace(rf"{_BLOCK}\.gate", _BLOCK) for name in names if rf"{_BLOCK}\.gate" in name)]
 
 
-def _read_rope(fields: ConfigFields, head_size: int) -> RopeParameters:
+def read_rope_of_dimensions(fields: ConfigFields, head_size: int) -> RopeParameters:
+    """Rotary embedding of so many dimensions of a head as the configuration says (`rotary_dim`)."""
     hf_config = dict(fields.hf_config)
     if "rotary_dim" in hf_config:
         hf_config.setdefault("partial_rotary_factor", fields.integer("rotary_dim") / head_size)

@@ -19,7 +19,9 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderMo
 from penstock.models.weights import Into, WeightTable, of_layers
 from penstock.parallel import ParallelState
 
-_STACKED_EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
+# Experts' projections in a tensor of all of them, [experts, outputs, inputs]: outputs side by side.
+_STACKED_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_STACKED_EXPERTS = re.compile(rf"(.*\.experts)\.({'|'.join(_STACKED_PROJECTIONS)})")
 # Families, and versions of Transformers, differ in the name.
 _NAMES_OF_NUM_EXPERTS = ("num_local_experts", "n_routed_experts", "num_experts", "moe_num_experts")
 
@@ -29,12 +31,12 @@ class ExpertNames:
     """Names of a mixture's modules in checkpoints.
 
     block: of the mixture in its layer. router, shared: of the router and of shared experts in the block. gate_proj,
-    up_proj, down_proj: of an expert.
+    up_proj, down_proj: of an expert; gate_proj is None for one that is not gated.
     stacked_block, stacked_router: of Transformers' modules, in which the experts' weights are stacked.
     """
 
     block: str = "mlp"
-    gate_proj: str = "gate_proj"
+    gate_proj: str | None = "gate_proj"
     up_proj: str = "up_proj"
     down_proj: str = "down_proj"
     router: str = "gate"
@@ -47,12 +49,14 @@ class MixtureForCausalLM(DecoderForCausalLM):
     """A decoder in which some layers have experts instead of the MLP. routing: None where no layer has.
 
     expert_names: as in checkpoints. gate_up_alternate: outputs of gate and up alternate where they are stacked.
-    has_shared: whether checkpoints have shared experts, as one MLP.
+    has_shared: whether checkpoints have shared experts, as one MLP. expert_inputs: size of the experts' inputs; None
+    for the hidden size.
     """
 
     expert_names: ClassVar[ExpertNames] = ExpertNames()
     gate_up_alternate: ClassVar[bool] = False
     has_shared = False
+    expert_inputs: int | None = None
 
     def __init__(
         self,
@@ -76,20 +80,23 @@ class MixtureForCausalLM(DecoderForCausalLM):
         if middle is None or self._routing is None:
             # There are none, or all of them are on other pipeline stages.
             return found
-        hidden, names = self.config.hidden_size, self.expert_names
+        hidden, names = self.expert_inputs or self.config.hidden_size, self.expert_names
         outputs = slice(middle), slice(middle, 2 * middle)
         if self.gate_up_alternate:
             outputs = slice(0, None, 2), slice(1, None, 2)
         for layer in self._moe_layers:
             block, stacked = (f"model.layers.{layer}.{name}" for name in (names.block, names.stacked_block))
             experts = [f"{block}.experts.{expert}" for expert in range(self._routing.num_experts)]
-            gate_up = tuple((f"{one}.{names.gate_proj}", f"{one}.{names.up_proj}") for one in experts)
+            up = [tuple(f"{one}.{name}" for name in (names.gate_proj, names.up_proj) if name) for one in experts]
             down = tuple((f"{one}.{names.down_proj}",) for one in experts)
+            of_up = StackedParameter("gate_up_proj", (2 * middle, hidden), tuple(up), outputs)
+            if names.gate_proj is None:
+                of_up = StackedParameter("up_proj", (middle, hidden), tuple(up), (slice(middle),))
             found[f"{stacked}.experts"] = (
-                StackedParameter("gate_up_proj", (2 * middle, hidden), gate_up, outputs),
+                of_up,
                 StackedParameter("down_proj", (hidden, middle), down, (slice(hidden),)),
             )
-            router = self._routing.num_experts, hidden
+            router = self._routing.num_experts, self.config.hidden_size
             found[f"{stacked}.{names.stacked_router}"] = (
                 StackedParameter("weight", router, ((f"{block}.{names.router}",),), (slice(router[0]),)),
             )
@@ -140,8 +147,11 @@ def expert_weights(
 
 
 def gated_mlp(theirs: str, ours: str, names: ExpertNames) -> Iterator[tuple[str, Into]]:
-    yield f"{theirs}.{names.gate_proj}", Into(f"{ours}.gate_up_proj", shard="gate")
-    yield f"{theirs}.{names.up_proj}", Into(f"{ours}.gate_up_proj", shard="up")
+    if names.gate_proj is None:
+        yield f"{theirs}.{names.up_proj}", Into(f"{ours}.up_proj")
+    else:
+        yield f"{theirs}.{names.gate_proj}", Into(f"{ours}.gate_up_proj", shard="gate")
+        yield f"{theirs}.{names.up_proj}", Into(f"{ours}.gate_up_proj", shard="up")
     yield f"{theirs}.{names.down_proj}", Into(f"{ours}.down_proj")
 
 
@@ -152,7 +162,7 @@ def pieces_of_experts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]
         yield name, tensor
         return
     prefix, projection = stacked.groups()
-    names = ("gate_proj", "up_proj") if projection == "gate_up_proj" else ("down_proj",)
+    names = _STACKED_PROJECTIONS[projection]
     for expert, of_expert in enumerate(tensor):
         for one, part in zip(names, of_expert.chunk(len(names)), strict=True):
             yield f"{prefix}.{expert}.{one}.weight", part

@@ -1,6 +1,7 @@
-"""Nemotron-H and Nemotron Nano 2 (NVIDIA 2025, https://arxiv.org/abs/2504.03624).
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA 2025, https://arxiv.org/abs/2504.03624).
 
-Layers of one part each: Mamba 2, attention without positions, or an MLP. Suffixes: T tokens of the step, D hidden size.
+Layers of one part each: Mamba 2, attention without positions, an MLP, or experts. Suffixes: T tokens of the step, D
+hidden size.
 """
 
 from __future__ import annotations
@@ -14,23 +15,28 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.activation import ACTIVATIONS
 from penstock.kernels.rotary import Rotation
+from penstock.layers.experts import MoE, Routing
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import RMSNormRoundedLast, norm_of_stream
 from penstock.layers.recurrence.state_space import StateSpace, StateSpaceMixer
 from penstock.models.config_fields import FULL, ConfigFields
 from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderModel, SelfAttention
+from penstock.models.glm4_moe import read_grouped_routing
 from penstock.models.mamba2 import MixerLayer
 from penstock.models.mamba_fields import STATE_SPACE, checked, read_hybrid_kinds, state_space_weights
+from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, expert_weights
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 
-MLP = "mlp"
-_KINDS = {"mamba": STATE_SPACE, "attention": FULL, STATE_SPACE: STATE_SPACE, FULL: FULL, MLP: MLP}
-_PATTERN = {"M": STATE_SPACE, "*": FULL, "-": MLP}
+MLP, MIXTURE = "mlp", "moe"
+_KINDS = {"mamba": STATE_SPACE, "attention": FULL, **{kind: kind for kind in (STATE_SPACE, FULL, MLP, MIXTURE)}}
+_PATTERN = {"M": STATE_SPACE, "*": FULL, "-": MLP, "E": MIXTURE}
+# Projections between hidden states and experts, by their names in checkpoints.
+_LATENT = {"fc1_latent_proj": "to_latent", "fc2_latent_proj": "from_latent"}
 
 
 class FeedForwardLayer(MixerLayer):
-    """x + mlp(norm(x))."""
+    """x + mlp(norm(x)), with an MLP or experts."""
 
     def forward(
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation | None, context: ForwardContext
@@ -40,8 +46,8 @@ class FeedForwardLayer(MixerLayer):
         return self.mixer(hidden_TD, context), residual_TD
 
 
-class NemotronHForCausalLM(DecoderForCausalLM):
-    """State-space layers, MLPs, and attention in a few layers."""
+class NemotronHForCausalLM(MixtureForCausalLM):
+    """State-space layers, MLPs or experts, and attention in a few layers."""
 
     weight_table: ClassVar[WeightTable] = {
         "model.embeddings": Into("model.embed_tokens"),
@@ -62,6 +68,7 @@ class NemotronHForCausalLM(DecoderForCausalLM):
             "model.layers.*.mixer.down_proj": Into("model.layers.*.mixer.down_proj"),
         },
     }
+    expert_names: ClassVar[ExpertNames] = ExpertNames("mixer", gate_proj=None, stacked_block="mixer")
     # Layers for drafting more tokens.
     ignorable: ClassVar[tuple[str, ...]] = (*DecoderForCausalLM.ignorable, r"mtp\..*")
 
@@ -72,6 +79,9 @@ class NemotronHForCausalLM(DecoderForCausalLM):
         sizes = _read_sizes(fields, config)
         activation = fields.choice("mlp_hidden_act", ACTIVATIONS, "relu2")
         mlp_bias = fields.flag("mlp_bias", default=False)
+        layers = [index for index, kind in enumerate(kinds) if kind == MIXTURE]
+        routing = read_grouped_routing(fields) if layers else None
+        self.expert_inputs = fields.optional_integer("moe_latent_size") if layers else None
 
         def layer(index: int) -> MixerLayer:
             norm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
@@ -83,11 +93,13 @@ class NemotronHForCausalLM(DecoderForCausalLM):
                 return FeedForwardLayer(
                     norm, PlainMLP(*widths, activation=activation, bias=mlp_bias, parallel=parallel)
                 )
+            if kinds[index] == MIXTURE and routing is not None:
+                return FeedForwardLayer(norm, _read_experts(fields, config, routing, activation, mlp_bias, parallel))
             name = f"model.layers.{index}.mixer"
             return MixerLayer(norm, StateSpaceMixer(config.hidden_size, sizes, name=name, parallel=parallel))
 
         norm = RMSNormRoundedLast(config.hidden_size, config.norm_eps)
-        super().__init__(config, parallel, DecoderModel(config, parallel, layer, norm=norm))
+        super().__init__(config, parallel, DecoderModel(config, parallel, layer, norm=norm), layers, routing)
         self.layer_kinds = kinds
 
     def checkpoint_name(self, name: str) -> str:
@@ -96,6 +108,34 @@ class NemotronHForCausalLM(DecoderForCausalLM):
 
     def tied_weights(self) -> Mapping[str, str]:
         return {"lm_head.weight": "model.embeddings.weight"} if self.config.tie_word_embeddings else {}
+
+    def _expert_table(self, layer: int) -> WeightTable:
+        assert self._routing is not None, "layers with experts have a routing"
+        name = f"model.layers.{layer}.mixer"
+        table = dict(expert_weights(name, name, self._routing.num_experts, self.expert_names))
+        shared = {part: Into(f"{name}.shared_expert.{part}") for part in ("up_proj", "down_proj")}
+        table |= {f"{name}.shared_experts.{part}": into for part, into in shared.items()}
+        if self.expert_inputs is not None:
+            table |= {f"{name}.{theirs}": Into(f"{name}.{ours}") for theirs, ours in _LATENT.items()}
+        return table
+
+
+def _read_experts(
+    fields: ConfigFields, config: DecoderConfig, routing: Routing, activation: str, bias: bool, parallel: ParallelState
+) -> MoE:
+    """Experts of a layer. bias: of what all tokens take."""
+    return MoE(
+        config.hidden_size,
+        fields.integer("moe_intermediate_size", default=7688),
+        routing,
+        activation=activation,
+        parallel=parallel,
+        shared_size=fields.integer("moe_shared_expert_intermediate_size", default=7688),
+        shared_bias=bias,
+        has_correction=True,
+        are_gated=False,
+        latent_size=fields.optional_integer("moe_latent_size"),
+    )
 
 
 def _read_kinds(fields: ConfigFields) -> Sequence[str]:

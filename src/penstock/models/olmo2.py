@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.rotary import Rotation
+from penstock.kernels.rows import sum_rows
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.norm import RMSNormRoundedLast, SplitWholeQueryKeyNorm, WholeQueryKeyNorm
 from penstock.models.config_fields import ConfigFields
@@ -41,9 +42,9 @@ class Olmo2Layer(nn.Module):
         self, hidden_TD: Tensor, residual_TD: Tensor | None, rotation: Rotation, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         if residual_TD is not None:
-            hidden_TD = hidden_TD.add_(residual_TD)
+            hidden_TD = sum_rows(hidden_TD, residual_TD)
         mixed_TD = self.post_attention_layernorm(self.self_attn(hidden_TD, rotation, context))
-        hidden_TD = mixed_TD.add_(context.narrowed(hidden_TD))
+        hidden_TD = sum_rows(mixed_TD, context.narrowed(hidden_TD))
         return self.post_feedforward_layernorm(self.mlp(hidden_TD, context)), hidden_TD
 
 

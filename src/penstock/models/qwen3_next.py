@@ -19,7 +19,7 @@ from penstock.kernels.recurrence import GateRule, gated_norm
 from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import columns
 from penstock.layers.experts import MoE, Routing
-from penstock.layers.norm import RMSNormRoundedLast, RoundedLastQueryKeyNorm
+from penstock.layers.norm import RoundedLastQueryKeyNorm, ZeroCentredRMSNorm
 from penstock.layers.recurrence.gated_delta import (
     Arrangement,
     DeltaSizes,
@@ -54,13 +54,6 @@ _DEFAULT_INTERVAL = 4
 _OUTPUT_GATE = GateRule(activation="sigmoid")
 # Layers for more tokens, which `Qwen3NextMTP` has.
 _MTP = r"mtp\..*"
-
-
-class ZeroCentredRMSNorm(RMSNormRoundedLast):
-    """An RMSNorm whose stored weight is less one."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__(size, eps, weight_offset=1.0)
 
 
 class GatedSelfAttention(SelfAttention):

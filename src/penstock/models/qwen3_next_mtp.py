@@ -10,12 +10,12 @@ from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
 from penstock.kernels.rows import concatenate_rows
 from penstock.layers.linear import LinearLayer
+from penstock.layers.norm import ZeroCentredRMSNorm
 from penstock.models.config_fields import FULL, ConfigFields
 from penstock.models.draft_head import DraftHead
 from penstock.models.mixtures import expert_weights, pieces_of_experts
 from penstock.models.qwen3_next import (
     GATED_ATTENTION,
-    ZeroCentredRMSNorm,
     layer_maker,
     read_config,
     read_expert_routing,

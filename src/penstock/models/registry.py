@@ -50,6 +50,7 @@ _MODELS = {
     "MiMoForCausalLM": "penstock.models.mimo",
     "MiniMaxForCausalLM": "penstock.models.minimax",
     "MiniMaxM2ForCausalLM": "penstock.models.minimax_m2",
+    "MiniMaxText01ForCausalLM": "penstock.models.minimax",
     "MistralForCausalLM": "penstock.models.llama",
     "MixtralForCausalLM": "penstock.models.mixtral",
     "NemotronHForCausalLM": "penstock.models.nemotron_h",
@@ -68,9 +69,11 @@ _MODELS = {
     "Qwen3NextForCausalLM": "penstock.models.qwen3_next",
     "Qwen3_5ForCausalLM": "penstock.models.qwen3_next",
     "Qwen3_5MoeForCausalLM": "penstock.models.qwen3_next",
+    "RecurrentGemmaForCausalLM": "penstock.models.recurrent_gemma",
     "T5ForConditionalGeneration": "penstock.models.t5",
     "UMT5ForConditionalGeneration": "penstock.models.t5",
     "WhisperForConditionalGeneration": "penstock.models.whisper",
+    "Zamba2ForCausalLM": "penstock.models.zamba2",
 }
 # Those with latent attention (MLA).
 LATENT_ATTENTION = frozenset(

@@ -213,6 +213,31 @@ def num_target_layers(metadata: Metadata) -> int:
     return metadata.size(".block_count") - num_drafting
 
 
+def _nemotron_h_with_experts(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with experts are those with a router."""
+    fields, router = _nemotron_h(metadata, decoder), "blk.{}.ffn_gate_inp.weight"
+    kinds = [
+        "moe" if router.format(layer) in metadata.tensors else kind
+        for layer, kind in enumerate(fields["layers_block_type"])
+    ]
+    latent = f"blk.{kinds.index('moe') if 'moe' in kinds else 0}.ffn_latent_down.weight"
+    num_groups = metadata.nonzero(".expert_group_count", int, 1)
+    return {
+        **fields,
+        "layers_block_type": kinds,
+        "n_routed_experts": metadata.size(".expert_count"),
+        "num_experts_per_tok": metadata.size(".expert_used_count"),
+        "moe_intermediate_size": metadata.size(".expert_feed_forward_length"),
+        "moe_shared_expert_intermediate_size": metadata.size(".expert_shared_feed_forward_length"),
+        "moe_latent_size": metadata.num_rows(latent) if latent in metadata.tensors else None,
+        "routed_scaling_factor": metadata.nonzero(".expert_weights_scale", float, 1.0),
+        "norm_topk_prob": metadata.get(".expert_weights_norm", bool, False),
+        "n_group": num_groups,
+        "topk_group": metadata.nonzero(".expert_group_used_count", int, num_groups),
+        "mlp_bias": metadata.has_tensor("ffn_up.bias") or metadata.has_tensor("ffn_up_shexp.bias"),
+    }
+
+
 def _delta(metadata: Metadata, decoder: Mapping[str, Any]) -> dict[str, Any]:
     """Qwen3.5. Layers without attention have no projection of keys alone."""
     num_heads = metadata.size(".ssm.time_step_rank")
@@ -255,6 +280,7 @@ RECURRENT: Mapping[str, tuple[str, Callable[[Metadata, Mapping[str, Any]], dict[
     "lfm2": ("Lfm2ForCausalLM", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", _lfm2moe),
     "nemotron_h": ("NemotronHForCausalLM", _nemotron_h),
+    "nemotron_h_moe": ("NemotronHForCausalLM", _nemotron_h_with_experts),
     "qwen35": ("Qwen3_5ForCausalLM", _delta),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", _delta_with_experts),
     "qwen3next": ("Qwen3NextForCausalLM", _delta_with_experts),

@@ -44,7 +44,7 @@ except ImportError as error:
 
 # Type numbers of the library.
 WEIGHT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3, "relu2": 5}
 _CLAMPED_SWIGLU = 4
 # Arithmetics that `PENSTOCK_CPU_KERNELS` makes the default: whether it is that of bfloat16.
 _ARITHMETICS = {"bfloat16": True, "float32": False}
@@ -259,10 +259,12 @@ class NativeKernels:
     def _columns(self) -> NativeOperation:
         return self.operation("columns")
 
-    def head_products(self, x_TX: Tensor, packed: Tensor, num_heads: int, num_outputs: int) -> Tensor:
-        """Product of each head, [T, H * I], with its weight: [T, H * O]."""
+    def head_products(
+        self, x_TX: Tensor, packed: Tensor, num_heads: int, num_outputs: int, bias_X: Tensor | None = None
+    ) -> Tensor:
+        """Product of each head, [T, H * I], with its weight, and its bias, [H * O]: [T, H * O]."""
         num_inputs, weight_type = _inputs_and_type(packed)
-        arguments = packed, weight_type, num_heads, num_inputs, num_outputs
+        arguments = packed, bias_X, weight_type, num_heads, num_inputs, num_outputs
         return self._head_products.rows(x_TX, num_heads * num_outputs, *arguments)
 
     def absorb(

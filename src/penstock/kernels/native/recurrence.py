@@ -15,6 +15,7 @@ from penstock.kernels.native.operations import NativeOperation, row_width
 from penstock.kernels.native.tracing import Argument, TracedRequests, TracedTensor
 from penstock.kernels.recurrence_rule import (
     ACTIVATIONS,
+    STEP_ACTIVATIONS,
     STEP_SIZES,
     ConvolutionRule,
     GateRule,
@@ -100,11 +101,11 @@ class NativeRecurrence:
             key_size,
             value_size,
             rule.values,
-            rule.keys,
-            rule.queries,
-            *(-1 if first is None else first for first in (rule.steps, rule.betas)),
+            *(-1 if first is None else first for first in (rule.keys, rule.queries, rule.steps, rule.betas)),
             STEP_SIZES[rule.step_size],
+            STEP_ACTIVATIONS[rule.step_activation],
             int(rule.scales_values),
+            int(rule.keeps_variance),
             int(rule.has_unit_keys),
             int(decay_log.dim() == 3),
             int(skip is not None and skip.numel() == num_heads * value_size and value_size > 1),

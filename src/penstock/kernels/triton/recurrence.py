@@ -18,6 +18,7 @@ from torch import Tensor
 
 from penstock.kernels.recurrence_rule import (
     ACTIVATIONS,
+    STEP_ACTIVATIONS,
     STEP_SIZES,
     ConvolutionRule,
     GateRule,
@@ -120,12 +121,14 @@ def scan(
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
         VALUES_AT=rule.values,
-        KEYS_AT=rule.keys,
-        QUERIES_AT=rule.queries,
+        KEYS_AT=-1 if rule.keys is None else rule.keys,
+        QUERIES_AT=-1 if rule.queries is None else rule.queries,
         STEPS_AT=-1 if rule.steps is None else rule.steps,
         BETAS_AT=-1 if rule.betas is None else rule.betas,
         STEP_SIZE=STEP_SIZES[rule.step_size],
+        STEP_ACTIVATION=STEP_ACTIVATIONS[rule.step_activation],
         SCALES_VALUES=rule.scales_values,
+        KEEPS_VARIANCE=rule.keeps_variance,
         HAS_UNIT_KEYS=rule.has_unit_keys,
         DECAYS_BY_ELEMENT=decay_log.dim() == 3,
         HAS_BIAS=step_bias is not None,
@@ -313,7 +316,9 @@ def _scan(
     STEPS_AT: tl.constexpr,
     BETAS_AT: tl.constexpr,
     STEP_SIZE: tl.constexpr,
+    STEP_ACTIVATION: tl.constexpr,
     SCALES_VALUES: tl.constexpr,
+    KEEPS_VARIANCE: tl.constexpr,
     HAS_UNIT_KEYS: tl.constexpr,
     DECAYS_BY_ELEMENT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -349,8 +354,11 @@ def _scan(
         mixed_T_ptr = mixed_ptr + token * mixed_stride
         gates_T_ptr = gates_ptr + token * gates_stride
         of_group_N = (head // HEADS_PER_GROUP) * KEY_SIZE + key_N
-        key_row_N = tl.load(mixed_T_ptr + KEYS_AT + of_group_N, mask=mask_N, other=0.0).to(tl.float32)
-        query_N = tl.load(mixed_T_ptr + QUERIES_AT + of_group_N, mask=mask_N, other=0.0).to(tl.float32)
+        key_row_N = query_N = tl.where(mask_N, 1.0, 0.0)
+        if KEYS_AT >= 0:
+            key_row_N = tl.load(mixed_T_ptr + KEYS_AT + of_group_N, mask=mask_N, other=0.0).to(tl.float32)
+        if QUERIES_AT >= 0:
+            query_N = tl.load(mixed_T_ptr + QUERIES_AT + of_group_N, mask=mask_N, other=0.0).to(tl.float32)
         of_head_P = head * VALUE_SIZE + value_P
         values_P = tl.load(mixed_T_ptr + VALUES_AT + of_head_P, mask=mask_P, other=0.0).to(tl.float32)
         if HAS_UNIT_KEYS:
@@ -369,8 +377,10 @@ def _scan(
             step_NP = tl.load(gates_T_ptr + STEPS_AT + at_NP, mask=is_there_NP, other=0.0).to(tl.float32) * step_scale
             if HAS_BIAS:
                 step_NP += tl.load(bias_ptr + at_NP, mask=is_there_NP, other=0.0).to(tl.float32)
-            step_NP = tl.minimum(tl.maximum(_softplus(step_NP), min_step), max_step)
-        state_NP *= tl.exp(-rate_NP * step_NP)
+            step_NP = _softplus(step_NP) if STEP_ACTIVATION == 0 else _activate(step_NP, 2)
+            step_NP = tl.minimum(tl.maximum(step_NP, min_step), max_step)
+        decay_NP = tl.exp(-rate_NP * step_NP)
+        state_NP *= decay_NP
         if BETAS_AT >= 0:
             beta = _activate(tl.load(gates_T_ptr + BETAS_AT + head).to(tl.float32), 2) * beta_scale
             added_P = beta * (values_P - tl.sum(state_NP * key_row_N[:, None], axis=0))
@@ -378,7 +388,11 @@ def _scan(
             added_P = tl.sum(step_NP * values_P[None, :], axis=0)
         else:
             added_P = values_P
-        state_NP += key_row_N[:, None] * added_P[None, :]
+        added_NP = key_row_N[:, None] * added_P[None, :]
+        if KEEPS_VARIANCE:
+            is_first = (token == start) & (page == 0)
+            added_NP *= tl.where(is_first, 1.0, tl.sqrt(1.0 - decay_NP * decay_NP))
+        state_NP += added_NP
         out_P = tl.sum(state_NP * query_N[:, None], axis=0)
         if HAS_SKIP:
             if SKIPS_BY_VALUE:

@@ -190,6 +190,14 @@ _NEMOTRON_H = {
     "attn_output": "mixer.o_proj",
     "ffn_up": "mixer.up_proj",
     "ffn_down": "mixer.down_proj",
+    "ffn_gate_inp": "mixer.gate",
+    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+    "ffn_up_exps": "mixer.experts.*.up_proj",
+    "ffn_down_exps": "mixer.experts.*.down_proj",
+    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+    "ffn_latent_down": "mixer.fc1_latent_proj",
+    "ffn_latent_up": "mixer.fc2_latent_proj",
 }
 _DELTA = {
     **_QWEN2_MOE,
@@ -229,6 +237,7 @@ _RECURRENT = {
     "mamba": {**_BACKBONE, **_selective("mixer")},
     "mamba2": {**_BACKBONE, **_state_space("mixer")},
     "nemotron_h": _NEMOTRON_H,
+    "nemotron_h_moe": _NEMOTRON_H,
 }
 _LAYERS = dict.fromkeys(("mamba", "mamba2"), "backbone.layers")
 # Files have the pairs of queries and keys side by side, as Llama's: in both alike, and nothing rotates them.

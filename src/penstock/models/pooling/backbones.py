@@ -11,6 +11,12 @@ from penstock.models.attention_layers import attend_in_both_directions
 from penstock.models.weights import elsewhere
 from penstock.parallel import ParallelState
 
+# Prefixes of tensors in checkpoints with a head, by native class; of others it is `model.`.
+_PREFIXES = {
+    "GPT2LMHeadModel": "transformer.",
+    **dict.fromkeys(("FalconMambaForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM"), "backbone."),
+}
+
 
 class Backbone(NamedTuple):
     """model: a `CausalLM` that returns hidden states. prefix: of its tensors in checkpoints with a head.
@@ -70,10 +76,8 @@ def _decoder(config: ModelConfig, parallel: ParallelState) -> Backbone:
     from penstock.models.registry import native_module
 
     model = getattr(import_module(native_module(name)), name)(config, parallel)
-    is_tied = bool(model.tied_weights())
-    prefix = "transformer." if name == "GPT2LMHeadModel" else "model."
-    embedding = "transformer.wte.weight" if name == "GPT2LMHeadModel" else "model.embed_tokens.weight"
+    head_weight = next(iter(model.tied_weights().values()), "lm_head.weight")
     model.lm_head = elsewhere()
     if not pooling.is_causal:
         attend_in_both_directions(model)
-    return Backbone(model, config.hidden_size, prefix, head_weight=embedding if is_tied else "lm_head.weight")
+    return Backbone(model, config.hidden_size, _PREFIXES.get(name, "model."), head_weight=head_weight)

@@ -112,6 +112,10 @@ struct Relu {
   PENSTOCK_INLINE Vec of(Vec x) { return max(splat(0.0f), x); }
 };
 
+struct SquaredRelu {
+  PENSTOCK_INLINE Vec of(Vec x) { return Relu::of(x) * Relu::of(x); }
+};
+
 template <class A>
 static void activate_thread(void* data, int thread, const Team& team) {
   const auto& a = *static_cast<const ActivationArgs*>(data);
@@ -131,18 +135,20 @@ static void activate_thread(void* data, int thread, const Team& team) {
 }
 
 template <class Function>
-static Function for_activation(Activation activation, Function silu, Function gelu_tanh, Function gelu, Function relu) {
-  return activation == Activation::kSilu       ? silu
-         : activation == Activation::kGeluTanh ? gelu_tanh
-         : activation == Activation::kGelu     ? gelu
-                                               : relu;
+static Function for_activation(Activation activation, Function silu, Function gelu_tanh, Function gelu, Function relu,
+                               Function squared_relu) {
+  return activation == Activation::kSilu          ? silu
+         : activation == Activation::kGeluTanh    ? gelu_tanh
+         : activation == Activation::kGelu        ? gelu
+         : activation == Activation::kSquaredRelu ? squared_relu
+                                                  : relu;
 }
 
 static void activate(const ActivationArgs& a) {
   ActivationArgs args = a;
   run_parallel(threads_for(a.rows * a.size * 4, a.rows, a.num_threads),
                for_activation(a.activation, activate_thread<Silu>, activate_thread<GeluTanh>, activate_thread<Gelu>,
-                              activate_thread<Relu>),
+                              activate_thread<Relu>, activate_thread<SquaredRelu>),
                &args);
 }
 
@@ -184,7 +190,8 @@ static void gate_and_mul(const GateArgs& a) {
                a.activation == Activation::kClampedSwiglu
                    ? gate_and_mul_thread<ClampedSwiglu>
                    : for_activation(a.activation, gate_and_mul_thread<Times<Silu>>, gate_and_mul_thread<Times<GeluTanh>>,
-                                    gate_and_mul_thread<Times<Gelu>>, gate_and_mul_thread<Times<Relu>>),
+                                    gate_and_mul_thread<Times<Gelu>>, gate_and_mul_thread<Times<Relu>>,
+                                    gate_and_mul_thread<Times<SquaredRelu>>),
                &args);
 }
 

@@ -138,7 +138,7 @@ struct LayerNormArgs {
 
 // kGeluTanh: tanh approximation of GELU. kGelu: the exact one.
 // kClampedSwiglu: of gates only.
-enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kClampedSwiglu = 4 };
+enum class Activation : int { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kClampedSwiglu = 4, kSquaredRelu = 5 };
 
 // activation(x): [rows][size].
 struct ActivationArgs {
@@ -257,6 +257,7 @@ struct HeadProductsArgs {
   const float* x;
   int64_t x_stride, x_head_stride;
   const void* weight;
+  const float* bias;  // [heads][out_features], or nullptr
   float* out;
   int64_t out_stride, out_head_stride, out_offset;
   int64_t rows, heads, in_features, out_features;
@@ -318,11 +319,13 @@ constexpr int64_t kMostTaps = 16;
 
 // Steps of a recurrence: a number per head, per head and key channel, or per head and value channel.
 enum class StepSize : int { kHead = 0, kKey = 1, kValue = 2 };
+enum class StepActivation : int { kSoftplus = 0, kSigmoid = 1 };
 
 // Linear recurrence, as `scan` of kernels/recurrence.py; the state is [heads][key_size][value_size].
 //
-// steps, betas: negative for none. decays_by_element: decay_log is [heads][key_size][value_size] instead of [heads].
-// skips_by_value: skip is [heads][value_size] instead of [heads].
+// steps, betas: negative for none. keys, queries: negative for ones, with steps by value. keeps_variance: with steps by
+// value. decays_by_element: decay_log is [heads][key_size][value_size] instead of [heads]. skips_by_value: skip is
+// [heads][value_size] instead of [heads].
 struct RecurrenceArgs {
   StatePages states;
   StateType state_type;
@@ -335,7 +338,8 @@ struct RecurrenceArgs {
   int64_t num_heads, num_groups, key_size, value_size;
   int64_t values, keys, queries, steps, betas;
   StepSize step_size;
-  int scales_values, has_unit_keys, decays_by_element, skips_by_value;
+  StepActivation step_activation;
+  int scales_values, keeps_variance, has_unit_keys, decays_by_element, skips_by_value;
   float step_scale, min_step, max_step, beta_scale, query_scale;
   const float* decay_log;
   const float* step_bias;  // as many as steps, or nullptr

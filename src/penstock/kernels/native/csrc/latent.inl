@@ -15,6 +15,7 @@ PENSTOCK_INLINE LinearArgs product_of(const HeadProductsArgs& a, int64_t head, i
   product.x = a.x + begin * a.x_stride + head * a.x_head_stride;
   product.x_stride = a.x_stride;
   product.weight = static_cast<const char*>(a.weight) + head * elements * bytes;
+  product.bias = a.bias == nullptr ? nullptr : a.bias + head * a.out_features;
   product.out = a.out + begin * a.out_stride + a.out_offset + head * a.out_head_stride;
   product.out_stride = a.out_stride;
   product.rows = end - begin;

@@ -16,7 +16,8 @@ constexpr float kUnitEps = 1e-6f;
 struct HeadTokens {
   int64_t count, row_stride, out_stride;
   const float *values, *keys, *queries, *gates;  // of the head, but gates of all
-  int64_t gates_stride;
+  int64_t key_row_stride, query_row_stride, gates_stride;
+  bool begins;  // with the first token of a request
   float* out;
   float *steps, *decays, *added, *memory, *out_scales;  // [count]
   float *key_decays, *decayed_keys;                     // [count][key_stride], with steps per key
@@ -41,7 +42,17 @@ PENSTOCK_INLINE Vec softplus(Vec x) {
 
 // Steps from the gates of one head, key channel or value channel.
 static __attribute__((noinline)) Vec steps_of(const RecurrenceArgs& a, Vec gates, Vec bias) {
-  return min(splat(a.max_step), max(splat(a.min_step), softplus(gates * a.step_scale + bias)));
+  const Vec x = gates * a.step_scale + bias;
+  const Vec steps = a.step_activation == StepActivation::kSigmoid ? sigmoid(x) : softplus(x);
+  return min(splat(a.max_step), max(splat(a.min_step), steps));
+}
+
+// sqrt(1 - decay^2): with it a state of inputs of variance 1 has variance 1.
+PENSTOCK_INLINE Vec variance_left(Vec decay) {
+  Vec left = splat(1.0f);
+  multiply_add(left, -decay, decay);
+  for (int lane = 0; lane < kLanes; ++lane) left[lane] = __builtin_sqrtf(left[lane]);
+  return left;
 }
 
 PENSTOCK_INLINE float sum_of_squares(const float* x, int64_t size) {
@@ -207,12 +218,15 @@ struct Channels {
         if (a.scales_values) added[v] = added[v] * steps[v];
       }
     }
-    const float *keys = h.keys + t * h.row_stride, *queries = h.queries + t * h.row_stride;
+    const float *keys = h.keys + t * h.key_row_stride, *queries = h.queries + t * h.query_row_stride;
+    const bool scales = a.keeps_variance && !(h.begins && t == 0);
     for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride, to.at += to.stride, rates += kVectors * kLanes) {
       const Vec key = splat(keys[n]), query = splat(queries[n]);
       for (int v = 0; v < kVectors; ++v) {
+        const Vec of_element = exp(steps[v] * load(rates + v * kLanes));
         Vec next = added[v] * key;
-        multiply_add(next, load_some(from.at + v * kLanes), exp(steps[v] * load(rates + v * kLanes)));
+        if (scales) next = next * variance_left(of_element);
+        multiply_add(next, load_some(from.at + v * kLanes), of_element);
         multiply_add(sums[v], next, query);
         store_some(to.at + v * kLanes, next);
       }
@@ -317,13 +331,16 @@ static void recur_thread(void* data, int, const Team&) {
   static thread_local Scratch scratch;
   const int64_t key_stride = divided_up(a.key_size, kLanes) * kLanes, part = key_stride * kVectorsOfOne * kLanes;
   const int64_t by_key = a.step_size == StepSize::kKey ? kSegment * key_stride : 0;
-  float* memory = scratch.get(static_cast<size_t>(2 * part + kVectorsOfOne * kLanes + 5 * kSegment + 2 * by_key));
+  const int64_t of_all = 2 * part + kVectorsOfOne * kLanes + 5 * kSegment + 2 * by_key + key_stride;
+  float* memory = scratch.get(static_cast<size_t>(of_all));
   if (memory == nullptr) return __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
   const RecurrenceMemory of_thread{memory, memory + part, memory + 2 * part};
   std::memset(of_thread.zeros, 0, kVectorsOfOne * kLanes * sizeof(float));
   float* of_tokens = of_thread.zeros + kVectorsOfOne * kLanes;
   HeadTokens h{};
   h.row_stride = a.mixed_stride;
+  h.key_row_stride = a.keys < 0 ? 0 : a.mixed_stride;
+  h.query_row_stride = a.queries < 0 ? 0 : a.mixed_stride;
   h.gates_stride = a.gates_stride;
   h.out_stride = a.out_stride;
   h.key_stride = key_stride;
@@ -334,6 +351,8 @@ static void recur_thread(void* data, int, const Team&) {
   }
   h.key_decays = of_tokens;
   h.decayed_keys = of_tokens + by_key;
+  float* ones = h.decayed_keys + by_key;
+  for (int64_t n = 0; n < key_stride; ++n) ones[n] = 1.0f;
   for (;;) {
     const int64_t unit = __atomic_sub_fetch(&job.next_unit, 1, __ATOMIC_RELAXED);
     if (unit < 0) return;
@@ -346,8 +365,9 @@ static void recur_thread(void* data, int, const Team&) {
       const float* mixed = a.mixed + s.begin * a.mixed_stride;
       h.count = s.end - s.begin;
       h.values = mixed + a.values + head * a.value_size;
-      h.keys = mixed + a.keys + group * a.key_size;
-      h.queries = mixed + a.queries + group * a.key_size;
+      h.keys = a.keys < 0 ? ones : mixed + a.keys + group * a.key_size;
+      h.queries = a.queries < 0 ? ones : mixed + a.queries + group * a.key_size;
+      h.begins = s.from == nullptr;
       h.gates = a.gates + s.begin * a.gates_stride;
       h.out = a.out + s.begin * a.out_stride + head * a.value_size;
       prepare(a, head, h);
