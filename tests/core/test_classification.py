@@ -33,6 +33,7 @@ _GPT2 = {"vocab_size": len(VOCAB), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_p
 _ROBERTA = {**TINY_ENCODER, "type_vocab_size": 1, "pad_token_id": 1}
 _DISTIL = {"vocab_size": len(VOCAB), "dim": 32, "hidden_dim": 56, "n_layers": 2, "n_heads": 4}
 _HEADS = {**TINY_DECODER, "head_dim": 16}
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 _JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1}
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention"],
@@ -58,7 +59,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "Phi3": ("Phi3Config", TINY_DECODER, "last"),
     "GPT2": ("GPT2Config", _GPT2, "last"),
     "Jamba": ("JambaConfig", {**TINY_DECODER, **_JAMBA}, "last"),
-    "Qwen3Next": ("Qwen3NextConfig", {**_HEADS, **_DELTA, "moe_intermediate_size": 24, "num_experts": 4}, "last"),
+    "Qwen3Next": ("Qwen3NextConfig", {**_HEADS, **_DELTA, **_EXPERTS}, "last"),
     "Qwen3_5Text": ("Qwen3_5TextConfig", {**_HEADS, **_DELTA}, "last"),
     "Zamba2": ("Zamba2Config", {**TINY_DECODER, **_ZAMBA}, "last"),
 }

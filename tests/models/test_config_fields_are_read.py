@@ -67,7 +67,7 @@ WITHOUT_EFFECT_IN = {
     "jamba": {"use_mamba_kernels", "use_mambapy", "use_associative_scan"},
     "mamba2": {"residual_in_fp32", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank"},
     "nemotron_h": _NEMOTRON | _OF_EXPERTS,
-    "nemotron_h_moe": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON | {"intermediate_size"},
     "zamba2": {
         *["attention_head_dim", "attention_hidden_size", "hybrid_layer_ids", "kv_channels", "mamba_headdim"],
         *["num_query_groups", "time_step_floor", "time_step_max", "use_conv_bias", "use_long_context"],

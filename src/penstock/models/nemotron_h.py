@@ -75,7 +75,7 @@ class NemotronHForCausalLM(MixtureForCausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         fields = ConfigFields(model_config)
         kinds = _read_kinds(fields)
-        config = _read_config(fields, len(kinds))
+        config = _read_config(fields, kinds)
         sizes = _read_sizes(fields, config)
         activation = fields.choice("mlp_hidden_act", ACTIVATIONS, "relu2")
         mlp_bias = fields.flag("mlp_bias", default=False)
@@ -151,14 +151,14 @@ def _read_kinds(fields: ConfigFields) -> Sequence[str]:
     return [_PATTERN[letter] for letter in pattern]
 
 
-def _read_config(fields: ConfigFields, num_layers: int) -> DecoderConfig:
+def _read_config(fields: ConfigFields, kinds: Sequence[str]) -> DecoderConfig:
     fields.refuse_unsupported()
     num_heads = fields.integer("num_attention_heads", default=32)
     return DecoderConfig(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
-        intermediate_size=fields.integer("intermediate_size", default=21504),
-        num_layers=num_layers,
+        intermediate_size=fields.integer("intermediate_size", default=21504) if MLP in kinds else 0,
+        num_layers=len(kinds),
         num_heads=num_heads,
         num_kv_heads=fields.integer("num_key_value_heads", default=num_heads),
         head_size=fields.integer("head_dim", default=128),

@@ -116,6 +116,15 @@ class PoolingModel(CausalLM):
                 return self._own_name(candidate)
         return name
 
+    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As `CausalLM`: those of the backbone, for its tensors."""
+        whole = name if name.startswith(self._prefix) else f"{self._prefix}{name}"
+        found = list(self.backbone.pieces(whole, tensor))
+        if all(piece in self._backbone_names for piece, _ in found):
+            yield from ((self._own_name(piece), part) for piece, part in found)
+        else:
+            yield self.checkpoint_name(name), tensor
+
     @cached_property
     def _backbone_names(self) -> frozenset[str]:
         return frozenset(self.backbone.checkpoint_slots())
