@@ -323,8 +323,8 @@ def test_a_reload_without_room_is_refused_before_it_begins(
 ) -> None:
     before = tokens(core)
     monkeypatch.setattr("penstock.worker.weights.weights_size_bytes", lambda model: 1 << 60)
-    with pytest.raises(OutOfMemory, match=r"Reloading keeps the old weights .* takes 1073741824\.00 GiB more"):
-        reload(core, new)
+    with pytest.raises(OutOfMemory, match=r"The old weights stay until .* takes 1073741824\.00 GiB more"):
+        core.collective_rpc(RpcCall("reload_weights", (str(new),), {"atomic": True}))
     monkeypatch.undo()
     assert tokens(core) == before
 

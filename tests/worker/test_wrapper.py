@@ -133,7 +133,9 @@ class ForgettingWorker(RecordingWorker):
         ("get_config", False),
         ("apply_model", True),
         ("get_model", True),
-        ("reload_weights", True),
+        # These say themselves whether weights have other memory.
+        ("reload_weights", False),
+        ("load_weights", False),
         # Of others nothing is known.
         ("add", True),
         (lambda worker: None, True),

@@ -37,6 +37,7 @@ class RpcEffects:
 EFFECTS: Mapping[str, RpcEffects] = {
     "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD),
     "reload_weights": RpcEffects(weights=WeightChange.NOW),
+    "load_weights": RpcEffects(weights=WeightChange.NOW),
     "save_sharded_state": RpcEffects(on_first_engine=True),
     "profile": RpcEffects(is_profile=True),
 }

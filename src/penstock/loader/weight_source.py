@@ -64,10 +64,21 @@ class WeightSource:
         """Iterate over tensors that stay valid: those of a quantised checkpoint wait for others of their layer."""
         return ((name, tensor if self._keeps else tensor.clone()) for name, tensor in tensors)
 
-    def has_sample(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tied weight is the one that has come already."""
-        known = self._samples.get(self.like.tied_weights().get(name, name))
-        return known is not None and torch.equal(known, _sample(tensor))
+    def wants(self, stored_name: str, stored: Tensor) -> bool:
+        """Whether a tensor changes the weights of a model that has had all of these: not if no slot takes it, or if
+        it is a tied one with the values that came before.
+        """
+        if self.like.joins(stored_name):
+            return True
+        ties = self.like.tied_weights()
+        for name, tensor in self.like.pieces(stored_name, stored):
+            own_name = ties.get(name, name)
+            known = self._samples.get(own_name)
+            if own_name in self.taken and (
+                known is None or name not in ties or not torch.equal(known, _sample(tensor))
+            ):
+                return True
+        return False
 
     def _is_first(self, own_name: str, name: str, tensor: Tensor) -> bool:
         sample = _sample(tensor)

@@ -55,6 +55,16 @@ class WeightUpdate:
         """The tensors on their way; knows tied ones that come twice."""
         return self._source
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the loader has ended, by itself or with an error."""
+        return self._loaded.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the update."""
+        return self._loaded.exception() if self._loaded.done() else None
+
     def begin(self, tensors: NamedTensors) -> Future[None]:
         """Take in a bucket of tensors without waiting. They must stay as they are until the result is there."""
         taken: Future[None] = Future()

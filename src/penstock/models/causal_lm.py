@@ -123,6 +123,10 @@ class CausalLM(nn.Module, ABC):
         """Iterate over the tensors of `checkpoint_slots` in a checkpoint's tensor, such as one with all experts."""
         yield self.checkpoint_name(name), tensor
 
+    def joins(self, name: str) -> bool:
+        """Whether `pieces` keeps a checkpoint's tensor of this name until others have come."""
+        return False
+
     def load_weights(
         self, weights: Iterable[tuple[str, Tensor]], slots: Mapping[str, WeightSlot] | None = None
     ) -> None:

@@ -35,6 +35,10 @@ class SplitConvolutions:
     def __init__(self) -> None:
         self._parts: dict[str, dict[str, Tensor]] = {}
 
+    def has(self, name: str) -> bool:
+        """Whether a tensor of this name is one of three parts."""
+        return _SPLIT_CONVOLUTION.fullmatch(name) is not None
+
     def joined(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         """A convolution once its three parts were given; any other tensor as it is."""
         found = _SPLIT_CONVOLUTION.fullmatch(name)

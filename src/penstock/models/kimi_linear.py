@@ -106,6 +106,9 @@ class KimiLinearForCausalLM(SharedExpertsForCausalLM):
         for own_name, piece in super().pieces(name, tensor):
             yield from self._convolutions.joined(own_name, piece)
 
+    def joins(self, name: str) -> bool:
+        return self._convolutions.has(self.checkpoint_name(name))
+
     def _expert_table(self, layer: int) -> WeightTable:
         theirs, ours = f"model.layers.{layer}.{self.expert_names.block}", f"model.layers.{layer}.mlp"
         assert self._routing is not None, "layers with experts have a routing"

@@ -81,6 +81,9 @@ class OlmoHybridForCausalLM(DecoderForCausalLM):
         for own_name, piece in super().pieces(name, tensor):
             yield from self._convolutions.joined(own_name, piece)
 
+    def joins(self, name: str) -> bool:
+        return self._convolutions.has(self.checkpoint_name(name))
+
     def checkpoint_name(self, name: str) -> str:
         for published, own in _PUBLISHED.items():
             name = name.replace(published, own)

@@ -23,6 +23,7 @@ from penstock.layers.quantization.observe import accumulate_grams, record_peaks
 from penstock.layers.quantization.quantize import quantize_int4
 from penstock.layers.quantization.smoothing import smooth, smoothable
 from penstock.loader.loader import load_model
+from penstock.loader.weight_source import WeightSource
 from penstock.models.attention_layers import cache_layers, choose_attention_arithmetic, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
 from penstock.observability.units import format_bytes
@@ -57,20 +58,21 @@ def load_for_device(
     dtype: DtypeChoice,
     *,
     keeps_inputs: bool = False,
+    source: WeightSource | None = None,
 ) -> CausalLM:
     """Load the model, and quantise it with calibration if `find_calibration_texts` has data.
 
-    keeps_inputs: whether features compute with the inputs of layers, which must stay as they are then.
+    keeps_inputs: whether features compute with the inputs of layers, which must stay as they are then. source: weights
+    in place of the files'.
     Raises what `load_model` raises, ConfigError for unreadable calibration data, and ModelError for non-finite inputs.
     """
 
     def load(config: ModelConfig) -> CausalLM:
-        return load_model(
-            config, load_config, parallel, device.torch_device, dtype.torch_dtype, dtype.weights_torch_dtype
-        )
+        dtypes = dtype.torch_dtype, dtype.weights_torch_dtype
+        return load_model(config, load_config, parallel, device.torch_device, *dtypes, source=source)
 
-    texts = find_calibration_texts(model_config, load_config, parallel, device, dtype)
-    if texts is None or (keeps_inputs and not texts.feeds_gptq):
+    texts = _texts_for(model_config, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs)
+    if texts is None:
         return load(model_config)
     floats = replace(model_config, quantization=NO_QUANTIZATION, quantization_calibration=NO_CALIBRATION)
     # Gram matrices are of exact inputs; ranges may be of rounded ones, which come sooner.
@@ -94,6 +96,32 @@ def load_for_device(
         f", {WIDER_LAYERS}" if device.kind == "cpu" and model_config.quantization == "int4" else "",
     )
     return model
+
+
+def is_calibrated(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    parallel: ParallelState,
+    device: Device,
+    dtype: DtypeChoice,
+    *,
+    keeps_inputs: bool,
+) -> bool:
+    """Whether `load_for_device` calibrates, so that it needs the float model."""
+    return _texts_for(model_config, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs) is not None
+
+
+def _texts_for(
+    model_config: ModelConfig,
+    load_config: LoadConfig,
+    parallel: ParallelState,
+    device: Device,
+    dtype: DtypeChoice,
+    *,
+    keeps_inputs: bool,
+) -> CalibrationTexts | None:
+    texts = find_calibration_texts(model_config, load_config, parallel, device, dtype)
+    return None if texts is None or (keeps_inputs and not texts.feeds_gptq) else texts
 
 
 def _max_gram_bytes(device: Device, parallel: ParallelState) -> int:

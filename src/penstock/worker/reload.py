@@ -1,24 +1,24 @@
-"""Reload of weights: a second model is loaded beside the running one, then replaces it."""
+"""Checks of weights that replace those of a running model."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from penstock.checkpoints.resolve import resolve_model_folder
-from penstock.config import LoadConfig, ModelConfig
-from penstock.device import Device, DtypeChoice
-from penstock.errors import ModelError, OutOfMemory
+from penstock.config import ModelConfig
+from penstock.config.model import NO_QUANTIZATION
+from penstock.errors import ModelError
 from penstock.loader.loader import build_model
 from penstock.models.attention_layers import attention_layers
-from penstock.models.causal_lm import CausalLM
-from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
-from penstock.worker.calibration import load_for_device
 
 _DIFFERENCES_SHOWN = 4
+# Fields of config.json that no model reads.
+_NOTES = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "model_id"})
 
 
 def config_of_replacement(current: ModelConfig, weights_path: str | None) -> ModelConfig:
@@ -41,23 +41,12 @@ def config_of_replacement(current: ModelConfig, weights_path: str | None) -> Mod
     return replace(moved, hf_config=loaded.hf_config, hf_generation_config=loaded.hf_generation_config)
 
 
-def load_replacement(
-    current: ModelConfig,
-    new: ModelConfig,
-    load_config: LoadConfig,
-    parallel: ParallelState,
-    device: Device,
-    dtype: DtypeChoice,
-    *,
-    max_model_len: int | None,
-    size_bytes: int,
-    keeps_inputs: bool = False,
-) -> CausalLM:
-    """Load a model to replace the current one.
+def check_replacement(
+    current: ModelConfig, new: ModelConfig, parallel: ParallelState, max_model_len: int | None
+) -> None:
+    """Check whether weights of a configuration can serve in place of the current ones.
 
-    Needs `size_bytes` (the model's memory once more) until the old one is dropped. max_model_len: context length of the
-    engine, if it runs. Raises ModelError for another architecture or shape, OutOfMemory without enough memory,
-    CheckpointError for weights that are damaged or do not fit.
+    max_model_len: context length of the engine, if it runs. Raises ModelError for another architecture or shape.
     """
     _check_same_shape(current, new, parallel)
     if max_model_len is not None and new.longest_context < max_model_len:
@@ -65,17 +54,16 @@ def load_replacement(
             f"{new.model} was made for {new.longest_context} positions ({new.context_source}), but this engine "
             f"serves {max_model_len}. Create a new engine for it."
         )
-    if new.calibration_file is not None:
-        # Calibration needs the unquantised model first.
-        num_values = sum(parameter.numel() for parameter in build_model(new, parallel).parameters())
-        size_bytes += num_values * dtype.weights_torch_dtype.itemsize
-    free = device.memory_snapshot().free
-    if size_bytes > free:
-        raise OutOfMemory(
-            f"Reloading keeps the old weights until the new ones are complete, which takes {format_bytes(size_bytes)} "
-            f"more, but only {format_bytes(free)} are free. Create a new engine instead, or give the KV cache less."
-        )
-    return load_for_device(new, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs)
+
+
+def constants_of(config: ModelConfig) -> dict[str, Any]:
+    """What a model is built of beside its weights: the fields of config.json that are more than notes."""
+    return {name: value for name, value in config.hf_config.items() if name not in _NOTES}
+
+
+def is_quantized(config: ModelConfig) -> bool:
+    """Whether an option quantises the weights."""
+    return config.quantization not in (None, NO_QUANTIZATION)
 
 
 def _check_same_shape(current: ModelConfig, new: ModelConfig, parallel: ParallelState) -> None:

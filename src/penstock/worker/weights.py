@@ -6,35 +6,50 @@ import gc
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from penstock.attention import CacheLayer, LayerAttention
-from penstock.config import EngineConfig, ModelConfig
-from penstock.config.load import SHARDED_STATE_PATTERN
+from penstock.config import EngineConfig, LoadConfig, ModelConfig
+from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
 from penstock.contract.feature import keeps_layer_inputs
 from penstock.device import Device, DtypeChoice
+from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
+from penstock.loader.gguf.tensors import find_gguf
+from penstock.loader.live_memory import LiveMemory
+from penstock.loader.loader import build_model, load_model, load_without_memory
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
+from penstock.loader.weight_source import WeightSource
+from penstock.loader.weight_update import WeightUpdate
 from penstock.models.attention_layers import cache_layers, choose_state_dtypes
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
+from penstock.models.registry import runs_through_transformers
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.speculative.create import create_speculator
-from penstock.worker.calibration import load_for_device
+from penstock.worker.calibration import is_calibrated, load_for_device
 from penstock.worker.drafter import attach_drafter, aux_layers_of_head, drafted_specs, load_drafter
 from penstock.worker.kv_cache_dtype import attends_in_bfloat16, choose_kv_cache_dtype
-from penstock.worker.reload import load_replacement
+from penstock.worker.reload import check_replacement, constants_of, is_quantized
 
 logger = logging.getLogger(__name__)
 
 
 class Weights:
-    """Model, drafter and speculator of a rank. model: replaced by a reload."""
+    """Model, drafter and speculator of a rank. model: replaced by a reload that is not in place.
+
+    have_moved: whether weights have other memory than recorded programs know. is_being_replaced: whether weights are
+    being replaced in place.
+    """
+
+    have_moved = False
+    is_being_replaced = False
 
     def __init__(self, config: EngineConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice) -> None:
         self._parallel = parallel
@@ -111,26 +126,68 @@ class Weights:
     def size_bytes(self) -> int:
         return sum(weights_size_bytes(model) for model in (self.model, self.drafter) if model is not None)
 
-    def reload(self, current: EngineConfig, new: EngineConfig, max_model_len: int | None) -> None:
-        """Load the model of another configuration, then replace the current one, which stays on failure.
+    def begin_update(
+        self, current: EngineConfig, is_checkpoint_format: bool, is_atomic: bool | None
+    ) -> tuple[WeightUpdate, bool]:
+        """Begin an update of the weights by tensors; return it, and whether it is in place.
 
-        max_model_len: context length of the engine, if it runs. Raises what `load_replacement` raises.
+        is_checkpoint_format: tensors have the names of a checkpoint, else those of `save_sharded_state`. is_atomic:
+        the old weights stay until the new ones are complete, which takes their memory once more; None only where
+        loading in place cannot be.
+        Raises OutOfMemory without memory for it, UnsupportedFeature for weights that come from files alone.
         """
-        with self._device.loading_weights():
-            try:
-                replacement = load_replacement(
-                    current.model,
-                    new.model,
-                    new.load,
-                    self._parallel,
-                    self._device,
-                    self._dtype,
-                    max_model_len=max_model_len,
-                    size_bytes=weights_size_bytes(self.model),
-                    keeps_inputs=keeps_layer_inputs(current),
-                )
-            finally:
-                gc.collect()
+        load_format = "auto" if is_checkpoint_format else SHARDED_STATE
+        load_config = replace(current.load, load_format=load_format, use_tqdm_on_load=False)
+        if is_checkpoint_format and find_gguf(current.model.folder, load_config) is not None:
+            raise UnsupportedFeature(
+                f"{current.model.model} is a GGUF file, whose blocks have scales that a trainer does not send. Start "
+                "the engine with a checkpoint of floats, or call reload_weights with a GGUF file."
+            )
+        why = self._why_not_in_place(current.model, load_config)
+        is_in_place = not is_atomic and why is None
+        if not is_in_place:
+            self._check_free_memory(current.model, why)
+        if is_in_place:
+            memory = LiveMemory(self.causal_lm)
+
+            def load(source: WeightSource) -> CausalLM:
+                with self._device.loading_weights():
+                    loaded = self._load(current.model, load_config, source, memory)
+                self.have_moved |= memory.moved
+                return loaded
+        else:
+
+            def load(source: WeightSource) -> CausalLM:
+                with self._device.loading_weights():
+                    return load_for_device(
+                        current.model,
+                        load_config,
+                        self._parallel,
+                        self._device,
+                        self._dtype,
+                        keeps_inputs=keeps_layer_inputs(self._config),
+                        source=source,
+                    )
+
+        return WeightUpdate(load, self.causal_lm), is_in_place
+
+    @property
+    def causal_lm(self) -> CausalLM:
+        """The model. Raises UnsupportedFeature for a class of a plugin that loads weights in another way."""
+        if not isinstance(self.model, CausalLM):
+            raise UnsupportedFeature(f"{type(self.model).__name__} takes no weights while it runs. Start a new engine.")
+        return self.model
+
+    def reload(
+        self, current: EngineConfig, new: EngineConfig, max_model_len: int | None, is_atomic: bool | None
+    ) -> CausalLM | None:
+        """Load the weights of another configuration: in place, or as a model to replace the current one, which is
+        returned.
+
+        max_model_len: context length of the engine, if it runs. is_atomic: as in `begin_update`. What does not fit is
+        found before a weight is replaced. Raises what `check_replacement` and loading raise.
+        """
+        check_replacement(current.model, new.model, self._parallel, max_model_len)
         if new.model.eos_token_ids != current.model.eos_token_ids:
             logger.warning(
                 "%s ends texts with the tokens %s, but this engine goes on ending them with %s, as it was started",
@@ -138,9 +195,68 @@ class Weights:
                 sorted(new.model.eos_token_ids),
                 sorted(current.model.eos_token_ids),
             )
-        choose_state_dtypes(replacement, *new.cache.state_dtypes)
-        attach_drafter(self.drafter, replacement)
-        self.model = replacement
+        has_constants = constants_of(new.model) != constants_of(current.model)
+        why = "its config.json has other fields" if has_constants else self._why_not_in_place(new.model, new.load)
+        with self._device.loading_weights():
+            try:
+                if is_atomic or why is not None:
+                    self._check_free_memory(new.model, why)
+                    return load_for_device(
+                        new.model,
+                        new.load,
+                        self._parallel,
+                        self._device,
+                        self._dtype,
+                        keeps_inputs=keeps_layer_inputs(current),
+                    )
+                memory = LiveMemory(self.causal_lm)
+                dtypes = self._dtype.torch_dtype, self._dtype.weights_torch_dtype
+                unloaded, _ = load_without_memory(new.model, new.load, self._parallel, self._device.kind, *dtypes)
+                memory.check(unloaded)
+                self.is_being_replaced = True
+                self._load(new.model, new.load, None, memory)
+                self.is_being_replaced = False
+                self.have_moved |= memory.moved
+                return None
+            finally:
+                gc.collect()
+
+    def replace(self, model: CausalLM) -> None:
+        """Put a model in the place of the current one."""
+        choose_state_dtypes(model, *self._config.cache.state_dtypes)
+        attach_drafter(self.drafter, model)
+        self.model = model
+
+    def _load(self, model: ModelConfig, load: LoadConfig, source: WeightSource | None, memory: LiveMemory) -> CausalLM:
+        """Load weights into the live model's memory."""
+        device, dtype = self._device.torch_device, self._dtype
+        dtypes = dtype.torch_dtype, dtype.weights_torch_dtype
+        return load_model(model, load, self._parallel, device, *dtypes, source=source, memory=memory)
+
+    def _why_not_in_place(self, model: ModelConfig, load: LoadConfig) -> str | None:
+        """Why weights need memory of their own while they are loaded, as a clause; None if they do not."""
+        if not isinstance(self.model, CausalLM) or runs_through_transformers(model):
+            return "the layers are those of Transformers"
+        keeps_inputs = keeps_layer_inputs(self._config)
+        if is_calibrated(model, load, self._parallel, self._device, self._dtype, keeps_inputs=keeps_inputs):
+            return "quantization_calibration needs the float model first"
+        return None
+
+    def _check_free_memory(self, model: ModelConfig, why: str | None) -> None:
+        """Raise OutOfMemory unless the model fits into memory once more. why: it has to, as a clause."""
+        size_bytes = weights_size_bytes(self.model)
+        if why is not None and is_quantized(model):
+            num_values = sum(parameter.numel() for parameter in build_model(model, self._parallel).parameters())
+            size_bytes += num_values * self._dtype.weights_torch_dtype.itemsize
+        free = self._device.memory_snapshot().free
+        if size_bytes > free:
+            reason = "" if why is None else f", since {why}"
+            raise OutOfMemory(
+                f"The old weights stay until the new ones are complete{reason}, which takes {format_bytes(size_bytes)} "
+                f"more, but only {format_bytes(free)} are free. "
+                + ("Leave atomic out" if why is None else "Create a new engine instead")
+                + ", or give the KV cache less."
+            )
 
     def save(self, path: str, pattern: str | None, max_size: int | None, source: ModelConfig | None) -> list[str]:
         """See `Worker.save_sharded_state`. source: model whose configuration and tokenizer files are copied."""

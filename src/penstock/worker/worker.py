@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.config.model import GENERATE
@@ -18,6 +19,8 @@ from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
+from penstock.loader.weight_update import WeightUpdate
+from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.spans import SpanLog
@@ -40,6 +43,7 @@ from penstock.worker.page_prefaulting import PagePrefaulting
 from penstock.worker.profiler import RankTrace, create_profiler, not_configured
 from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
+from penstock.worker.weight_updates import WeightUpdates
 from penstock.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -69,6 +73,7 @@ class Worker(WorkerBase):
         self._dtype: DtypeChoice | None = None
         self._start: MemorySnapshot | None = None
         self._weights: Weights | None = None
+        self._updates: WeightUpdates | None = None
         self._runner: ModelRunner | None = None
         self._pages: PagePrefaulting | None = None
         self._features: WorkerFeatures | None = None
@@ -93,7 +98,12 @@ class Worker(WorkerBase):
 
     def load_model(self) -> None:
         self.parallel = place_for_drafter(self.config, self.parallel)
-        self._weights = Weights(self.config, self.parallel, self.device, self.dtype)
+        self._weights = weights = Weights(self.config, self.parallel, self.device, self.dtype)
+
+        def begin(is_checkpoint_format: bool, is_atomic: bool | None) -> tuple[WeightUpdate, bool]:
+            return weights.begin_update(self.config, is_checkpoint_format, is_atomic)
+
+        self._updates = WeightUpdates(begin, self._finish_update)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.weights.kv_cache_specs
@@ -158,6 +168,8 @@ class Worker(WorkerBase):
 
     def execute_model(self, output: SchedulerOutput) -> None:
         runner = self._runner or self.runner
+        if self._updates is not None and self._updates.why_undefined is not None and output.num_scheduled_tokens:
+            self._updates.check_defined()
         if self._profiler is None:
             runner.execute_model(output)
         else:
@@ -229,27 +241,63 @@ class Worker(WorkerBase):
         """
         self._next_config = updated_config(self._next_config, overrides)
 
-    @changes_model
-    def reload_weights(self, weights_path: str | None = None) -> None:
+    def reload_weights(self, weights_path: str | None = None, atomic: bool | None = None) -> None:
         """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
 
-        Needs the model's memory twice meanwhile. On failure the old weights stay. The caller must reset the prefix
-        cache. Raises ModelError for a model of another architecture or shape, CheckpointError for damaged weights,
-        OutOfMemory without enough memory.
+        In place; with atomic=True the old weights stay on failure, which takes their memory once more. A folder whose
+        config.json differs, calibrated quantisation and Transformers models always do so. The caller must reset the
+        prefix cache. Raises ModelError for a model of another architecture or shape, CheckpointError for damaged
+        weights, OutOfMemory without enough memory.
         """
         device, weights = self.device, self.weights
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
         check_options(new, device.kind)
-        weights.reload(self.config, new, None if self._runner is None else self._runner.limits.max_model_len)
+        self.updates.abandon()
+        try:
+            model = weights.reload(
+                self.config, new, None if self._runner is None else self._runner.limits.max_model_len, atomic
+            )
+        except BaseException as error:
+            if weights.is_being_replaced:
+                self.updates.why_undefined = f"a reload in place failed: {error}"
+            raise
+        self._use_weights(model)
+        self.updates.define()
+        self.config = self._next_config = new
+        _give_back(device)
+        logger.info("Weights reloaded from %s%s", new.model.folder, ", in place" if model is None else "")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load tensors of a checkpoint, one or many per call, in any order.
+
+        An update of the weights opens by itself, and ends once every tensor has come; no step may run in between. The
+        caller must reset the prefix cache. Raises CheckpointError for tensors that do not fit.
+        """
+        self.updates.load(weights)
+
+    @property
+    def updates(self) -> WeightUpdates:
+        return self._required(self._updates, "load_model")
+
+    def _use_weights(self, model: CausalLM | None) -> None:
+        """Run a model that replaces the current one from the next step on; None: the current one has other weights."""
+        weights = self.weights
+        if model is None:
+            if weights.have_moved:
+                self.forget_programs()
+            weights.have_moved = False
+            return
+        weights.replace(model)
         if self._runner is not None:
             self._runner.replace_model(weights.language_model)
         if self._features is not None:
             self._features.replace_model(weights.language_model)
         if self._expert_load is not None:
             self._expert_load.attach(weights.model)
-        self.config = self._next_config = new
-        _give_back(device)
-        logger.info("Weights reloaded from %s", new.model.folder)
+
+    def _finish_update(self, model: CausalLM | None) -> None:
+        self._use_weights(model)
+        _give_back(self.device)
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> list[str]:
         """Write the weights as they are in memory, for load_format="sharded_state"; return the files of this rank.
@@ -279,7 +327,9 @@ class Worker(WorkerBase):
             self._pages.close()
         if self._features is not None:
             self._features.close()
-        self._runner = self._pages = self._weights = self._features = None
+        if self._updates is not None:
+            self._updates.close()
+        self._runner = self._pages = self._weights = self._features = self._updates = None
         device, self._device = self._device, None
         if device is None:
             gc.collect()

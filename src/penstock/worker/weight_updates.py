@@ -1,0 +1,171 @@
+"""Updates of the weights of one rank, by tensors that a caller or a trainer gives."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any
+
+from torch import Tensor
+
+from penstock.errors import LifecycleError, PenstockError
+from penstock.loader.weight_update import NamedTensors, WeightUpdate
+from penstock.models.causal_lm import CausalLM
+
+logger = logging.getLogger(__name__)
+_SHOWN = 4
+
+
+class WeightUpdates:
+    """Weight updates of a rank, one at a time, and whether its weights are defined.
+
+    begin: starts an update (is_checkpoint_format, is_atomic) and says whether it is in place. finish: takes the model
+    of an update that ended, None if it was in place.
+
+    why_undefined: why no step may run; None while the weights are those of a checkpoint or of a complete update.
+    version: rises with every complete update; 0 for the weights of the start.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[bool, bool | None], tuple[WeightUpdate, bool]],
+        finish: Callable[[CausalLM | None], None],
+    ) -> None:
+        self._begin, self._finish = begin, finish
+        self._update: WeightUpdate | None = None
+        self._is_in_place = False
+        self._opened_itself = False
+        self._last: WeightUpdate | None = None
+        self.why_undefined: str | None = None
+        self.version = 0
+        self._waiting: Future[Any] | None = None
+
+    def start(self, *, is_checkpoint_format: bool = True, is_atomic: bool | None = None) -> None:
+        """Start an update. Raises LifecycleError while another one is going on."""
+        if self._update is not None and self.why_failed is None:
+            raise LifecycleError(
+                "start_weight_update: a weight update is going on already. Call finish_weight_update first."
+            )
+        self.abandon()
+        self._update, self._is_in_place = self._begin(is_checkpoint_format, is_atomic)
+        self._opened_itself = False
+
+    def take(self, tensors: NamedTensors) -> None:
+        """Take in tensors, in any order. Raises LifecycleError without `start`, and what the loader raises."""
+        self.begin(tensors).result()
+        self._note()
+
+    def begin(self, tensors: NamedTensors) -> Future[None]:
+        """As `take`, without waiting: another thread asks for the tensors, and `status` says when they are in."""
+        update = self._started("update_weights")
+        if self._waiting is not None and not self._waiting.done():
+            raise LifecycleError("update_weights: the weights of the call before are still arriving. Wait for it.")
+        if self._is_in_place:
+            self.why_undefined = "a weight update has begun and is not finished"
+        self._waiting = update.begin(tensors)
+        return self._waiting
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take in tensors, in an update that opens by itself, and ends once every tensor has come."""
+        for name, tensor in tensors:
+            if self._update is None or (self._opened_itself and self.why_failed is not None):
+                if self._is_known(name, tensor):
+                    continue
+                self.start()
+                self._opened_itself = True
+            self.take([(name, tensor)])
+            if self._opened_itself and self._started("load_weights").is_complete:
+                self.finish()
+
+    def finish(self, version: int | None = None) -> int:
+        """End the update; return the version of the weights. Raises CheckpointError for tensors that have not come."""
+        update = self._started("finish_weight_update")
+        try:
+            loaded = update.finish()
+            self._finish(None if self._is_in_place else loaded)
+        except BaseException as error:
+            self._note_failure(update, error)
+            self._update = None
+            raise
+        self._last, self._update = update, None
+        self.why_undefined = None
+        self.version = self.version + 1 if version is None else version
+        return self.version
+
+    def abandon(self) -> None:
+        """End an update without its tensors; the weights are undefined if some of them were replaced in place."""
+        update, self._update = self._update, None
+        if update is None:
+            return
+        update.abandon()
+        if self._is_in_place and update.taken:
+            self._note_failure(update, LifecycleError("The weight update was abandoned."))
+        else:
+            self.why_undefined = None
+
+    def close(self) -> None:
+        """End the thread of an update that is going on."""
+        if self._update is not None:
+            self._update.abandon()
+
+    def define(self, version: int | None = None) -> None:
+        """Note that all weights were loaded in another way."""
+        self.abandon()
+        self.why_undefined = None
+        self.version = self.version + 1 if version is None else version
+
+    @property
+    def why_failed(self) -> str | None:
+        """Why the update that is going on cannot be finished."""
+        if self._update is None or not self._update.is_over:
+            return None
+        return str(self._update.error)
+
+    def status(self) -> dict[str, Any]:
+        """State for the engine: whether tensors are arriving, what went wrong, and how many are missing."""
+        is_waiting = self._waiting is not None and not self._waiting.done()
+        error = None if is_waiting or self._waiting is None else self._waiting.exception()
+        if not is_waiting:
+            self._note()
+        missing = None if self._update is None else self._update.missing
+        return {
+            "is_updating": self._update is not None,
+            "is_waiting": is_waiting,
+            "error": None if error is None else error,
+            "num_missing": None if missing is None else len(missing),
+            "missing": (missing or [])[:_SHOWN],
+            "why_undefined": self.why_undefined,
+            "version": self.version,
+        }
+
+    def check_defined(self) -> None:
+        """Raise LifecycleError while no step may run."""
+        if self.why_undefined is not None:
+            raise LifecycleError(f"The weights are undefined: {self.why_undefined}. Send all weights, or reload them.")
+
+    def _note(self) -> None:
+        """Note an update that has failed meanwhile."""
+        update = self._update
+        if update is not None and update.is_over and self._is_in_place:
+            self._note_failure(update, update.error)
+
+    def _note_failure(self, update: WeightUpdate, error: BaseException | None) -> None:
+        if not self._is_in_place:
+            self.why_undefined = None
+            return
+        taken = update.taken
+        names = ", ".join(taken[:_SHOWN]) + (" and others" if len(taken) > _SHOWN else "")
+        text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
+        self.why_undefined = f"a weight update failed after it had replaced {len(taken)} tensors ({names}): {text}"
+        logger.error("Weights undefined: %s", self.why_undefined)
+
+    def _is_known(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor changes nothing: one that the model has no place for, or a tied one that has come before."""
+        last = self._last
+        return last is not None and not last.source.wants(name, tensor)
+
+    def _started(self, method: str) -> WeightUpdate:
+        if self._update is None:
+            raise LifecycleError(f"{method}: no weight update is going on. Call start_weight_update first.")
+        return self._update
