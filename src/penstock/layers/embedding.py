@@ -24,6 +24,8 @@ from penstock.parallel import ParallelState, rows_of_vocabulary
 # Step inputs of a step with embeddings that requests give, such as features of images: the embeddings, [T, D], zeros
 # for other tokens; and token ids [T], int32, with the size of the vocabulary for tokens whose embedding is given.
 GIVEN_EMBEDDINGS, TEXT_IDS = "given_embeddings", "text_ids"
+# Step input: the row of a learned position table, int32 per token.
+POSITION_IDS = "position_ids"
 
 
 class VocabEmbedding(nn.Module):

@@ -18,7 +18,7 @@ from penstock.config import ModelConfig
 from penstock.kernels.activation import ACTIVATIONS
 from penstock.kernels.rows import sum_rows
 from penstock.layers.attention import Attention
-from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.embedding import POSITION_IDS, VocabEmbedding
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
@@ -28,8 +28,8 @@ from penstock.models.config_fields import ConfigFields
 from penstock.models.weights import Into, WeightTable, expand_table, modules_of_table
 from penstock.parallel import ParallelState
 
-# Step inputs: the row of the position table, and the number of the text in a pair; int32 per token.
-POSITION_IDS, TOKEN_TYPE_IDS = "position_ids", "token_type_ids"
+# Step input: the number of the text in a pair, int32 per token.
+TOKEN_TYPE_IDS = "token_type_ids"
 _LAYER = "encoder.layer.*"
 _WEIGHTS: WeightTable = {
     "embeddings.word_embeddings": Into("word_embeddings"),

@@ -24,9 +24,6 @@ from penstock.layers.weights import WeightSlot, weight_slots
 from penstock.models.causal_lm import CausalLM
 from penstock.models.weights import WeightTable, expand_table
 
-# Step input: the row of the decoder's position table, int32 per token.
-POSITION_IDS = "decoder_position_ids"
-
 
 class EncoderDecoderLayer(nn.Module):
     """Self attention, in the decoder cross attention, and an MLP, each with a norm before it or after it.

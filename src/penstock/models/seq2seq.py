@@ -19,12 +19,12 @@ from penstock.kernels.rotary import Rotation
 from penstock.kernels.rows import sum_rows
 from penstock.layers.attention import Attention
 from penstock.layers.cross_attention import CrossAttention
-from penstock.layers.embedding import LMHead, ScaledVocabEmbedding, VocabEmbedding
+from penstock.layers.embedding import POSITION_IDS, LMHead, ScaledVocabEmbedding, VocabEmbedding
 from penstock.layers.mlp import PlainMLP
 from penstock.layers.norm import LayerNorm
 from penstock.layers.parallel_linear import QKVParallelLinear, RowParallelLinear
 from penstock.layers.weights import Shard, WeightSlot
-from penstock.models.encoder_decoder import POSITION_IDS, EncoderDecoder, EncoderDecoderLayer, run_layers
+from penstock.models.encoder_decoder import EncoderDecoder, EncoderDecoderLayer, run_layers
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
 

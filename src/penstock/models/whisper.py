@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
@@ -48,20 +48,29 @@ class Convolution(LinearLayer):
         return {"weight": WeightSlot(tuple(weight.shape), weight), "bias": WeightSlot((self.output_size,), self.bias)}
 
 
+class SpeechStem(nn.Module):
+    """Two convolutions of a spectrogram, of which the second halves the number of frames."""
+
+    def __init__(self, num_bins: int, size: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = Convolution(num_bins, size, stride=1), Convolution(size, size, stride=2)
+
+    def forward(self, spectrogram_CP: Tensor, context: ForwardContext) -> Tensor:
+        """[P / 2, D] from a spectrogram of any float dtype."""
+        dtype = self.conv1.compute_dtype or self.conv1.weight.dtype
+        frames = gelu(self.conv1(spectrogram_CP.to(dtype).t().contiguous(), context))
+        return gelu(self.conv2(frames, context))
+
+
 class WhisperEncoder(Stack):
-    """Two convolutions, of which the second halves the number of frames, and layers."""
+    """Convolutions and layers."""
 
     def __init__(self, config: Seq2SeqConfig, parallel: ParallelState, num_bins: int) -> None:
         super().__init__(ENCODER, config, config.encoder, config.max_source_positions, parallel)
-        self.conv1 = Convolution(num_bins, config.hidden_size, stride=1)
-        self.conv2 = Convolution(config.hidden_size, config.hidden_size, stride=2)
-
-    def convolve(self, frames_PC: Tensor, context: ForwardContext) -> Tensor:
-        """[P / 2, D] from a spectrogram."""
-        return gelu(self.conv2(gelu(self.conv1(frames_PC, context)), context))
+        self.stem = SpeechStem(num_bins, config.hidden_size)
 
     def table(self, table: WeightTable) -> WeightTable:
-        return {**super().table(table), "conv1": Into("conv1"), "conv2": Into("conv2")}
+        return {**super().table(table), "conv1": Into("stem.conv1"), "conv2": Into("stem.conv2")}
 
 
 class WhisperForConditionalGeneration(Seq2SeqModel):
@@ -100,7 +109,7 @@ class WhisperForConditionalGeneration(Seq2SeqModel):
     def encode(self, source: Tensor, context: ForwardContext) -> Tensor:
         encoder = self.encoder
         assert isinstance(encoder, WhisperEncoder), "made by `_make_encoder`"
-        hidden_SD = encoder.convolve(source.t().contiguous(), context)
+        hidden_SD = encoder.stem(source, context)
         rows_S = torch.arange(len(hidden_SD), dtype=torch.int32, device=hidden_SD.device)
         return encoder(hidden_SD, rows_S, context)  # type: ignore[no-any-return]
 

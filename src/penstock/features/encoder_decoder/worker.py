@@ -20,27 +20,26 @@ from penstock.features.encoder_decoder.messages import SourcePart
 from penstock.features.encoder_decoder.second_pass import PendingSpeech, SecondPass
 from penstock.features.encoder_decoder.speech_rules import SpeechRules
 from penstock.layers.cross_attention import CrossAttention
-from penstock.models.encoder_decoder import POSITION_IDS
 from penstock.models.interface import LanguageModel
 from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.position_ids import PositionIds
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
 from penstock.runner.staging import StagedTensor
 from penstock.step.batch import InputBatch
 from penstock.step.frame import Frame
-from penstock.step.inputs import StepInput
 from penstock.worker.feature import WorkerFeature, WorkerServices
 
 
-class SourceEncoder(SlotOwner):
+class SourceEncoder(PositionIds):
     """Sources by slot: their lengths, and those that the next step encodes, with second passes over their texts.
 
     num_encoded: encoded sources so far.
     """
 
-    step_inputs = (StepInput(POSITION_IDS, torch.int32),)
-
     def __init__(self, services: WorkerServices) -> None:
+        model: Any = services.model
+        super().__init__(model.first_position)
         self._device = services.device
         self._config = services.config.model
         self._lengths = StagedTensor(services.device, services.num_slots, 1, torch.int32)
@@ -50,7 +49,7 @@ class SourceEncoder(SlotOwner):
         self._pending: dict[int, PendingSpeech] = {}
         self._kv_cache: PagedKVCache
         self.num_encoded = 0
-        self.use_model(services.model)
+        self.use_model(model)
 
     def use_model(self, model: Any) -> None:
         """Encode by this model from now on, whose cross attention reads the lengths."""
@@ -87,14 +86,9 @@ class SourceEncoder(SlotOwner):
     def flush(self) -> None:
         self._lengths.flush()
 
-    def has_work(self, frame: Frame) -> bool:
-        return True
-
     def fill(self, frame: Frame) -> None:
+        super().fill(frame)
         batch = frame.batch
-        num_tokens = batch.layout.plan.num_tokens
-        rows_T = frame.inputs.named[POSITION_IDS][:num_tokens]
-        torch.add(batch.positions[:num_tokens], self._model.first_position, out=rows_T)
         if self._due:
             for row, slot in enumerate(batch.layout.slots_np.tolist()):
                 part = self._due.pop(slot, None)

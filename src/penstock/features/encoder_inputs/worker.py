@@ -9,21 +9,21 @@ import torch
 
 from penstock.contract import NewRequestData
 from penstock.device import Device
-from penstock.models.bert import POSITION_IDS, TOKEN_TYPE_IDS
-from penstock.runner.slot_owner import SlotOwner
+from penstock.models.bert import TOKEN_TYPE_IDS
+from penstock.runner.position_ids import PositionIds
 from penstock.step.frame import Frame
 from penstock.step.inputs import StepInput
 from penstock.worker.feature import WorkerServices
 
 
-class EncoderInputs(SlotOwner):
-    """Position ids, and the number of the text in a pair, of every token. first_position: of a text's first token."""
+class EncoderInputs(PositionIds):
+    """Position ids, and the number of the text in a pair, of every token."""
 
-    step_inputs = (StepInput(POSITION_IDS, torch.int32), StepInput(TOKEN_TYPE_IDS, torch.int32))
+    step_inputs = (*PositionIds.step_inputs, StepInput(TOKEN_TYPE_IDS, torch.int32))
 
     def __init__(self, device: Device, num_slots: int, first_position: int, num_token_types: int) -> None:
+        super().__init__(first_position)
         self._device = device
-        self._first_position = first_position
         self._has_types = num_token_types > 1
         # Position of the second text of a pair, by slot; past all positions for single texts.
         self._second_start = np.full(num_slots, np.iinfo(np.int32).max, dtype=np.int64)
@@ -33,15 +33,12 @@ class EncoderInputs(SlotOwner):
         start = None if params is None else params.second_text_start
         self._second_start[slot] = np.iinfo(np.int32).max if start is None or not self._has_types else start
 
-    def has_work(self, frame: Frame) -> bool:
-        return True
-
     def fill(self, frame: Frame) -> None:
-        layout, named = frame.batch.layout, frame.inputs.named
+        super().fill(frame)
+        layout = frame.batch.layout
         num_tokens = layout.plan.num_tokens
-        torch.add(frame.batch.positions[:num_tokens], self._first_position, out=named[POSITION_IDS][:num_tokens])
         starts = self._second_start[layout.slots_np]
-        types = named[TOKEN_TYPE_IDS][:num_tokens]
+        types = frame.inputs.named[TOKEN_TYPE_IDS][:num_tokens]
         if not self._has_types or (starts == np.iinfo(np.int32).max).all():
             types.zero_()
             return

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from penstock.attention import NO_CONTEXT
 from penstock.errors import ModelError
-from penstock.kernels.activation import gelu
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer
 from penstock.layers.norm import LayerNorm
@@ -34,14 +33,14 @@ from penstock.models.multimodal.vision_layers import (
     vision_activation,
 )
 from penstock.models.weights import Into, WeightTable
-from penstock.models.whisper import Convolution
+from penstock.models.whisper import SpeechStem
 from penstock.parallel import ParallelState
 
 _TOWER = "model.audio_tower."
 _LAYER = f"{_TOWER}layers.*"
 _TABLE: WeightTable = {
-    f"{_TOWER}conv1": Into("tower.conv1"),
-    f"{_TOWER}conv2": Into("tower.conv2"),
+    f"{_TOWER}conv1": Into("tower.stem.conv1"),
+    f"{_TOWER}conv2": Into("tower.stem.conv2"),
     f"{_TOWER}embed_positions": Into("tower.positions"),
     f"{_LAYER}.self_attn_layer_norm": Into("tower.layers.*.attention_norm"),
     f"{_LAYER}.self_attn.q_proj": Into("tower.layers.*.attention.qkv_proj", shard="q"),
@@ -59,7 +58,7 @@ _NORM_EPS = 1e-5
 
 
 class WhisperTower(nn.Module):
-    """Two convolutions, of which the second halves the number of frames, positions, and layers."""
+    """Convolutions, positions, and layers."""
 
     def __init__(self, fields: Fields) -> None:
         super().__init__()
@@ -78,20 +77,16 @@ class WhisperTower(nn.Module):
         self.num_layers = fields.integer("encoder_layers" if has_own_names else "num_hidden_layers")
         self.num_positions = fields.integer("max_source_positions", 1500)
         self.num_bins = fields.integer("num_mel_bins", 128)
-        self.conv1, self.conv2 = Convolution(self.num_bins, size, stride=1), Convolution(size, size, stride=2)
+        self.stem = SpeechStem(self.num_bins, size)
         self.positions = VocabEmbedding(self.num_positions, size, parallel=ParallelState())
         self.layers = VisionLayers(self.config, self.num_layers)
 
     def forward(self, windows_NCP: Tensor, num_positions: int) -> Tensor:
         """Hidden states [T, D] of the first positions of each window, which attend to these of their window."""
-        device, dtype = windows_NCP.device, self.conv1.compute_dtype or self.conv1.weight.dtype
-        rows_S = torch.arange(num_positions, dtype=torch.int32, device=device)
+        rows_S = torch.arange(num_positions, dtype=torch.int32, device=windows_NCP.device)
         positions_SD = self.positions(rows_S, NO_CONTEXT)
-        hidden = []
-        for frames_PC in windows_NCP.to(dtype).transpose(1, 2):
-            frames = gelu(self.conv1(frames_PC.contiguous(), NO_CONTEXT))
-            hidden.append(gelu(self.conv2(frames, NO_CONTEXT))[:num_positions] + positions_SD)
-        segments = Segments.equal(len(hidden), num_positions, device)
+        hidden = [self.stem(window_CP, NO_CONTEXT)[:num_positions] + positions_SD for window_CP in windows_NCP]
+        segments = Segments.equal(len(hidden), num_positions, windows_NCP.device)
         (hidden_TD,) = self.layers(torch.cat(hidden), None, segments, [self.num_layers])
         return hidden_TD  # type: ignore[no-any-return]
 
