@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from penstock.layers.embedding import POSITION_IDS
@@ -13,7 +15,7 @@ from penstock.step.inputs import StepInput
 class PositionIds(SlotOwner):
     """Owner of the row of every token. first_position: row of a text's first token."""
 
-    step_inputs = (StepInput(POSITION_IDS, torch.int32),)
+    step_inputs: Sequence[StepInput] = (StepInput(POSITION_IDS, torch.int32),)
 
     def __init__(self, first_position: int) -> None:
         self._first_position = first_position
