@@ -21,7 +21,6 @@ from penstock.errors import ConfigError
 from penstock.kernels.bound_step import LayoutTensors, SlotTensors, StepTensors
 from penstock.kernels.native.attention import NativeAttention
 from penstock.kernels.native.bfloat16_layout import Bfloat16Layout as Bfloat16Layout
-from penstock.kernels.native.bfloat16_speed import pairs_pay
 from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.native.library import Library
@@ -59,7 +58,8 @@ class InstructionSet:
     """index: the library's number. panel_width: output features that it packs and computes together.
 
     has_bfloat16_products: whether the CPU has instructions for bfloat16 arithmetic; without them the same bits take
-    longer. has_tiles: whether it has those of AMX.
+    longer. has_tiles: whether it has those of AMX. has_fast_pairs: whether AVX512-BF16 is faster than float32, as on
+    AMD's processors and not on Intel's.
     """
 
     index: int
@@ -67,13 +67,14 @@ class InstructionSet:
     panel_width: int
     has_bfloat16_products: bool
     has_tiles: bool
+    has_fast_pairs: bool = False
 
 
 class NativeKernels:
     """The library's functions for one instruction set. Results have the same bits for any number of threads.
 
     Operations of `operation_types` also take traced tensors, and record themselves then.
-    prefers_bfloat16: as the property; None for what is faster.
+    prefers_bfloat16: as the property; None for the processor's own.
     """
 
     def __init__(self, module: Any, instruction_set: InstructionSet, *, prefers_bfloat16: bool | None = None) -> None:
@@ -104,11 +105,14 @@ class NativeKernels:
 
     @property
     def prefers_bfloat16(self) -> bool:
-        """Whether bfloat16 arithmetic is the default: by instructions that are faster than those of float32."""
+        """Whether bfloat16 arithmetic is the default: by tiles, or on a processor whose pairs are faster than floats.
+
+        It depends on the kind of processor alone, since it changes results.
+        """
         if self._prefers_bfloat16 is not None:
             return self._prefers_bfloat16
         found = self.instruction_set
-        return found.has_tiles or (found.has_bfloat16_products and pairs_pay(_module, found.index))
+        return found.has_tiles or (found.has_bfloat16_products and found.has_fast_pairs)
 
     @property
     def bfloat16_layout(self) -> Bfloat16Layout:
@@ -362,7 +366,7 @@ def available_instruction_sets() -> list[InstructionSet]:
         []
         if _module is None
         else [
-            InstructionSet(index, name, width, bool(has_pairs), bool(has_tiles))
+            InstructionSet(index, name, width, bool(has_pairs), bool(has_tiles), _module.has_fast_pairs())
             for index, name, width, has_pairs, has_tiles in _module.instruction_sets()
         ]
     )

@@ -12,6 +12,7 @@ from penstock.device.stand_in import stands_for_cpu
 _TAKES_NO_ADDRESS = (
     "instruction_sets",
     "multiply_tiles_alike",
+    "has_fast_pairs",
     "why_no_tiles",
     "operation_types",
     "operation_bytes",

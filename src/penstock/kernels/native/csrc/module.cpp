@@ -128,6 +128,8 @@ PyObject* instruction_sets(PyObject*, PyObject*) {
   return names;
 }
 
+PyObject* has_fast_pairs(PyObject*, PyObject*) { return PyBool_FromLong(penstock::has_fast_pairs()); }
+
 PyObject* why_no_tiles(PyObject*, PyObject*) { return Py_BuildValue("z", penstock::why_no_tiles()); }
 
 PyObject* multiply_tiles_alike(PyObject*, PyObject* const* values, Py_ssize_t count) {
@@ -230,6 +232,7 @@ namespace {
 
 PyMethodDef kMethods[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS, nullptr},
+    {"has_fast_pairs", has_fast_pairs, METH_NOARGS, nullptr},
     {"why_no_tiles", why_no_tiles, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(multiply_tiles_alike),
     PENSTOCK_FUNCTION(set_tile_choices),

@@ -115,6 +115,14 @@ const Kernels* candidate(int index) {
   return index >= 0 && index < kCandidates && can_run(all[index]) ? all[index] : nullptr;
 }
 
+bool has_fast_pairs() {
+#if defined(__x86_64__)
+  return can_run(avx512bf16_kernels()) && !__builtin_cpu_is("intel");
+#else
+  return false;
+#endif
+}
+
 const char* why_no_tiles() {
   static const char* const reason = [] {
     if (!has_amx() || !can_run(avx512bf16_kernels())) return static_cast<const char*>(nullptr);

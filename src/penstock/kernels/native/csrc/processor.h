@@ -13,6 +13,10 @@ bool can_run(const Kernels* kernels);
 constexpr int kCandidates = 4;
 const Kernels* candidate(int index);
 
+// Whether this processor's instructions for pairs of bfloat16 do more products per second than those for floats. Intel's
+// take twice the time of two of them, since its tiles are the fast ones.
+bool has_fast_pairs();
+
 // Reason why a processor with AMX does not use its tiles; nullptr if it does, or has none. The first call asks Linux
 // for permission, for all threads of the process, and compares products with those of the emulation.
 const char* why_no_tiles();
