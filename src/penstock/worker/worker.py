@@ -39,6 +39,7 @@ from penstock.worker.feature import WorkerFeatures, WorkerServices, features_of_
 from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
+from penstock.worker.names_for_extensions import NamesForExtensions
 from penstock.worker.page_prefaulting import PagePrefaulting
 from penstock.worker.profiler import RankTrace, create_profiler, not_configured
 from penstock.worker.reload import config_of_replacement
@@ -50,7 +51,7 @@ logger = logging.getLogger(__name__)
 _Part = TypeVar("_Part")
 
 
-class Worker(WorkerBase):
+class Worker(NamesForExtensions, WorkerBase):
     """Worker of one rank: owns a device, its memory, the model and the runner."""
 
     def __init__(self, config: EngineConfig, parallel: ParallelState) -> None:

@@ -1,0 +1,164 @@
+"""Calls by which trainers in the engine's process replace weights: TRL's colocated mode, and extensions of workers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from penstock import LLM, SamplingParams
+from penstock.engine.script_helpers import get_open_port
+from penstock.parallel.stateless_group import PyNcclCommunicator, StatelessProcessGroup
+
+DEMO = Path(__file__).parents[2] / "src" / "penstock" / "assets" / "demo"
+GREEDY = SamplingParams(
+    n=1, repetition_penalty=1.0, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=8, logprobs=0
+)
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8, 9]}, {"prompt_token_ids": list(range(40, 80))}]
+
+
+class Extension:
+    """Methods of OpenRLHF's extension of workers, with tensors on the CPU."""
+
+    def init_process_group(self, host: str, port: int, rank_offset: int, world_size: int) -> None:
+        worker: Any = self
+        group = StatelessProcessGroup.create(host, port, worker.rank + rank_offset, world_size)
+        self._group = PyNcclCommunicator(group, device="cpu")
+
+    def update_weight(self, name: str, dtype: torch.dtype, shape: list[int]) -> None:
+        worker: Any = self
+        assert dtype == worker.model_config.dtype, f"mismatch dtype: src {dtype}, dst {worker.model_config.dtype}"
+        assert (worker.local_rank, worker.model_config.vocab_size) == (0, 1536)
+        weight = torch.empty(shape, dtype=dtype)
+        self._group.broadcast(weight, src=0, stream=None)
+        worker.model_runner.model.load_weights(weights=[(name, weight)])
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A model in float32, and the same after some training."""
+    made = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+    for seed, folder in enumerate(made):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(seed * 0.1 * parameter.std() * torch.randn_like(parameter))
+        model.save_pretrained(folder)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(DEMO / name, folder)
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(folders: tuple[Path, Path]) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folders[1], dtype=torch.float32)
+    return model
+
+
+@pytest.fixture(scope="module")
+def expected(folders: tuple[Path, Path]) -> list[Any]:
+    with LLM(folders[1], num_threads=1, kv_cache_memory_bytes=8 << 20, logprobs_mode="processed_logprobs") as llm:
+        return answers(llm)
+
+
+def answers(llm: LLM) -> list[Any]:
+    """Tokens and their log-probabilities."""
+    outputs = llm.generate(PROMPTS, sampling_params=GREEDY, use_tqdm=False)
+    return [
+        [(token, position[token].logprob) for token, position in zip(one.token_ids, one.logprobs, strict=True)]
+        for one in (output.outputs[0] for output in outputs)
+    ]
+
+
+@pytest.fixture
+def colocated(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
+    """Makes an engine with the options and variables that TRL gives."""
+    made: list[LLM] = []
+
+    def make(**options: Any) -> LLM:
+        place = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": get_open_port(),
+        }
+        for name, value in place.items():
+            monkeypatch.setenv(name, str(value))
+        made.append(
+            LLM(
+                model=str(folders[0]),
+                tensor_parallel_size=1,
+                gpu_memory_utilization=0.1,
+                max_model_len=None,
+                max_num_seqs=None,
+                model_impl="auto",
+                distributed_executor_backend="external_launcher",
+                seed=0,
+                max_num_batched_tokens=4096,
+                logprobs_mode="processed_logprobs",
+                quantization=None,
+                trust_remote_code=False,
+                **{"enable_sleep_mode": False, **options},
+            )
+        )
+        return made[-1]
+
+    yield make
+    for llm in made:
+        llm.close()
+
+
+def send_by_parameter(llm: LLM, model: PreTrainedModel) -> None:
+    for name, parameter in model.named_parameters():
+        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights([(name, parameter)])
+
+
+def test_a_colocated_engine_has_each_steps_weights(
+    colocated: Callable[..., LLM], trained: PreTrainedModel, expected: list[Any]
+) -> None:
+    llm = colocated()
+    assert llm.llm_engine.model_config.max_model_len == 1024
+    before = answers(llm)
+    assert before != expected
+    for _ in range(2):
+        send_by_parameter(llm, trained)
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
+
+
+def test_an_extension_of_the_worker_receives_and_loads_weights(
+    folders: tuple[Path, Path], trained: PreTrainedModel, expected: list[Any]
+) -> None:
+    port = get_open_port()
+    parameters = list(trained.named_parameters())
+
+    def send() -> None:
+        group = PyNcclCommunicator(StatelessProcessGroup.create("127.0.0.1", port, 0, 2), device="cpu")
+        for _, parameter in parameters:
+            group.broadcast(parameter.data, src=0)
+
+    with (
+        ThreadPoolExecutor(1) as threads,
+        LLM(
+            folders[0],
+            num_threads=1,
+            kv_cache_memory_bytes=8 << 20,
+            logprobs_mode="processed_logprobs",
+            worker_extension_cls=f"{__name__}.{Extension.__qualname__}",
+        ) as llm,
+    ):
+        sent = threads.submit(send)
+        llm.collective_rpc("init_process_group", args=("127.0.0.1", port, 1, 2))
+        for name, parameter in parameters:
+            llm.collective_rpc("update_weight", args=(name, parameter.dtype, list(parameter.shape)))
+        sent.result()
+        llm.reset_prefix_cache()
+        assert answers(llm) == expected
