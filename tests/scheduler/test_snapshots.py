@@ -188,6 +188,19 @@ def test_a_search_tries_the_depths_of_snapshots_alone(monkeypatch: pytest.Monkey
     assert len(tried) <= 2
 
 
+def test_a_held_snapshot_that_is_found_is_not_superseded_any_more() -> None:
+    pool = StatePool(4, StepIds())
+    found, other = pool.get_new_blocks(2)
+    for depth, block in enumerate((found, other), 1):
+        pool.cache_snapshot(block, (0, bytes([depth])), depth)
+    pool.supersede(found, found.key)
+    assert pool.num_snapshots == 1
+    pool.touch([found])
+    pool.free_blocks([other, found, found])
+    assert pool.num_snapshots == 2
+    assert pool.get_new_blocks(3)[1:] == [other, found]
+
+
 def test_superseded_snapshots_are_reused_after_empty_blocks_and_before_all_others() -> None:
     pool = StatePool(6, StepIds())
     empty, old, new, held, hit = pool.get_new_blocks(5)
