@@ -85,7 +85,8 @@ constexpr int64_t place_in_panel<Bfloat16>(int64_t column) {
 // Tiles of R rows by P panels, one below the other: out += x * weight over `depth` inner elements.
 //
 // weight: panels `panel_stride` apart. out: row i, panel p at out + i * out_stride + p * out_panel_stride; starts from
-// zero if `is_first`.
+// zero if `is_first`. fetch: memory to prefetch meanwhile, with a panel alone. bytes_ahead: distance at which each of
+// several panels is prefetched; 0 for none.
 template <class W>
 struct TileColumn {
   const float* x;
@@ -96,7 +97,7 @@ struct TileColumn {
   int64_t out_stride, out_panel_stride;
   bool is_first;
   Fetch fetch;
-  int64_t num_tiles;
+  int64_t bytes_ahead, num_tiles;
 };
 
 // Otherwise compilers precompute every sum of a stride and a step, more of them than there are registers.
@@ -162,6 +163,10 @@ static __attribute__((noinline)) void run_tiles(const TileColumn<W>& t) {
     int64_t left = t.depth;
     for (; left >= kUnroll; left -= kUnroll, weight += kUnroll * kPanel) {
       fetch.turn();
+      if (P > 1 && t.bytes_ahead > 0)
+        for (int p = 0; p < P; ++p)
+          for (int64_t at = 0; at < kUnroll * kPanel * int64_t{sizeof(W)}; at += kCacheLine)
+            __builtin_prefetch(reinterpret_cast<const char*>(weight + p * t.panel_stride) + t.bytes_ahead + at, 0, 3);
 #pragma GCC unroll 8
       for (int k = 0; k < kUnroll; k += kSteps) multiply_steps<R, P, kSteps>(x, k, weight, t.panel_stride, sum);
 #pragma GCC unroll 16
@@ -210,6 +215,12 @@ PENSTOCK_INLINE void multiply_column(const Tiles& tiles, int64_t panels, TileCol
   multiply<W>(tiles.height, panels, t);
 }
 
+// Panels that so many rows take at once.
+PENSTOCK_INLINE int64_t num_streams(int64_t rows, bool are_pairs) {
+  const int64_t most = panels_at_once(rows, are_pairs);
+  return rows == 1 ? least(most, stream_choices.of_one_row) : most;
+}
+
 // Some panels, all of them full, times a chunk of rows. out: of the first panel; panels are `out_panel_stride` apart.
 template <class W>
 static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows, const Panels& panels, float* out,
@@ -217,7 +228,7 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
   const int64_t depth = a.in_features, panel_stride = depth * kPanel * panels.apart;
   const Tiles tiles(rows, kTileRows);
   const bool is_single = tiles.count == 1, is_near = !is_bound_by_both(rows);
-  const int64_t most_at_once = is_single ? panels_at_once(rows, kIsPair<W>) : 1;
+  const int64_t most_at_once = is_single ? num_streams(rows, kIsPair<W>) : 1;
   const int64_t block = is_single ? depth : kDepth<W>;
   for (int64_t done = 0, at_once; done < panels.count; done += at_once) {
     at_once = least(most_at_once, panels.count - done);
@@ -226,15 +237,16 @@ static void multiply_panels(const LinearArgs& a, int64_t first_row, int64_t rows
       const int64_t part = least(block, depth - k);
       const W* weight = panel + k * kPanel;
       // While several tiles pass over one part of a panel, the next part is prefetched; a single tile prefetches its
-      // own weights kFetchedAhead ahead. Several panels at once are not prefetched: they are several read streams
-      // already.
+      // own weights kFetchedAhead ahead. Several panels at once are several read streams, which some processors
+      // prefetch well enough.
       const int64_t bytes = part * kPanel * static_cast<int64_t>(sizeof(W));
       const int64_t turns = tiles.count * divided_up(part, kUnroll);
       const char* const fetched = reinterpret_cast<const char*>(weight) + (is_single ? kFetchedAhead : bytes);
       const Fetch fetch = at_once > 1 ? fetch_nothing() : fetch_in_turns(fetched, bytes, turns, is_near);
       multiply_column<W>(tiles, at_once,
                          {a.x + first_row * a.x_stride + k, a.x_stride, weight, panel_stride, part,
-                          out + done * out_panel_stride, a.out_stride, out_panel_stride, k == 0, fetch, 0});
+                          out + done * out_panel_stride, a.out_stride, out_panel_stride, k == 0, fetch,
+                          stream_choices.bytes_ahead, 0});
     }
   }
 }
@@ -248,7 +260,7 @@ static void multiply_edge(const LinearArgs& a, int64_t first_row, int64_t rows) 
   for (int64_t start = 0; start < rows; start += kTileRows) {
     const int64_t height = least(kTileRows, rows - start);
     const float* x = a.x + (first_row + start) * a.x_stride;
-    multiply<W>(height, 1, {x, a.x_stride, weight, 0, a.in_features, edge, kPanel, 0, true, fetch_nothing(), 1});
+    multiply<W>(height, 1, {x, a.x_stride, weight, 0, a.in_features, edge, kPanel, 0, true, fetch_nothing(), 0, 1});
     float* out = a.out + (first_row + start) * a.out_stride + panel * kPanel;
     for (int i = 0; i < height; ++i) std::memcpy(out + i * a.out_stride, edge + i * kPanel, columns * sizeof(float));
   }
@@ -379,7 +391,7 @@ struct PanelShares {
     const int64_t products = least(chunk_rows, a.rows) * a.in_features * width;
     panels_per_turn = least(divided_up(are_tiles ? tile_choices.products_per_turn : kProductsPerTurn, products), most_panels);
     const bool are_pairs = a.weight_type == WeightType::kBfloat16Pairs;
-    const int at_once = are_tiles ? tile_panels_at_once(a.rows) : panels_at_once(a.rows, are_pairs);
+    const int64_t at_once = are_tiles ? tile_panels_at_once(a.rows) : num_streams(a.rows, are_pairs);
     streams = {num_panels, a.num_threads, at_once};
     has_streams = at_once > 1;
     shares.divide(memory, a.num_threads, has_streams ? streams.turns_each() : num_chunks * panels_each);

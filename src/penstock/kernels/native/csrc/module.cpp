@@ -201,6 +201,16 @@ PyObject* allow_by_bits(PyObject*, PyObject* const* values, Py_ssize_t count) {
   return in.are_good() ? run(kernels->allow_by_bits, a) : nullptr;
 }
 
+// (the fields of StreamChoices) -> those before.
+PyObject* set_stream_choices(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  const StreamChoices before = stream_choices;
+  Arguments in(values, count);
+  const int64_t of_one_row = in.integer(), bytes_ahead = in.integer();
+  if (!in.are_good()) return nullptr;
+  stream_choices = {of_one_row, bytes_ahead};
+  return Py_BuildValue("(LL)", static_cast<long long>(before.of_one_row), static_cast<long long>(before.bytes_ahead));
+}
+
 // (the fields of TileChoices, or nothing to leave them) -> their values by name.
 PyObject* set_tile_choices(PyObject*, PyObject* const* values, Py_ssize_t count) {
   TileChoices c = tile_choices;
@@ -235,6 +245,7 @@ PyMethodDef kMethods[] = {
     {"has_fast_pairs", has_fast_pairs, METH_NOARGS, nullptr},
     {"why_no_tiles", why_no_tiles, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(multiply_tiles_alike),
+    PENSTOCK_FUNCTION(set_stream_choices),
     PENSTOCK_FUNCTION(set_tile_choices),
     {"thread_library", thread_library, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(pack_weight),
@@ -274,4 +285,7 @@ PyModuleDef kModule = {PyModuleDef_HEAD_INIT, "_kernels", nullptr, 0, kMethods, 
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&kModule); }
+PyMODINIT_FUNC PyInit__kernels(void) {
+  choose_streams();
+  return PyModule_Create(&kModule);
+}

@@ -17,6 +17,9 @@ const Kernels* candidate(int index);
 // take twice the time of two of them, since its tiles are the fast ones.
 bool has_fast_pairs();
 
+// Chooses how this processor reads weights.
+void choose_streams();
+
 // Reason why a processor with AMX does not use its tiles; nullptr if it does, or has none. The first call asks Linux
 // for permission, for all threads of the process, and compares products with those of the emulation.
 const char* why_no_tiles();

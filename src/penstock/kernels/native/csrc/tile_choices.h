@@ -27,4 +27,15 @@ struct TileChoices {
 // Of the process; changed by benchmarks alone, between products.
 inline TileChoices tile_choices;
 
+// How weights of a few rows are read, without tiles; this changes no bits either. The process's are those of its
+// processor (processor.cpp).
+struct StreamChoices {
+  // Panels that one row takes at once, at most 4.
+  int64_t of_one_row = 4;
+  // Prefetch distance in bytes in each of several panels that are taken at once; 0 for none.
+  int64_t bytes_ahead = 0;
+};
+
+inline StreamChoices stream_choices;
+
 }  // namespace penstock
