@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #if defined(__AVX512F__)
 enum { LANES = 16 };
@@ -25,7 +26,7 @@ typedef float Vector __attribute__((vector_size(4 * LANES)));
 enum { ACCUMULATORS = 12, NEIGHBOURS = 8, PASSES = 15, MAX_THREADS = 256 };
 enum { WAYS = 2 };
 static const int PLACES[WAYS] = {1, 4};
-static const size_t BUFFER_BYTES = (size_t)256 << 20;
+static const size_t LEAST_BYTES = (size_t)256 << 20, MOST_BYTES = (size_t)1 << 30;
 static const long FMA_ROUNDS = 2000000, TILE_ROUNDS = 250000;
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -38,7 +39,6 @@ enum { HAS_PAIRS = 0 };
 #define TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
-#include <unistd.h>
 #endif
 enum { PRODUCTS_OF_ROUND = 4 }; /* of two tiles of rows and two of weights */
 
@@ -55,6 +55,16 @@ static double now(void) {
   struct timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+/* Several times the last cache, which else holds a part of the buffer from one pass to the next. */
+static size_t buffer_bytes(void) {
+  size_t bytes = LEAST_BYTES;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  while ((long)bytes < 4 * cache && bytes < MOST_BYTES) bytes *= 2;
+#endif
+  return bytes;
 }
 
 /* Sums NEIGHBOURS vectors at a time, of each place in turn, into as many accumulators: loads bound it, not the additions.
@@ -203,15 +213,16 @@ int main(int argc, char **argv) {
     return 2;
   }
   const int may_use_tiles = ask_for_tiles();
-  float *buffer = aligned_alloc((size_t)2 << 20, BUFFER_BYTES);
+  const size_t bytes = buffer_bytes();
+  float *buffer = aligned_alloc((size_t)2 << 20, bytes);
   if (!buffer) return 1;
-  madvise(buffer, BUFFER_BYTES, MADV_HUGEPAGE);
-  for (size_t i = 0; i < BUFFER_BYTES / 4; i++) buffer[i] = 1.0f;
+  madvise(buffer, bytes, MADV_HUGEPAGE);
+  for (size_t i = 0; i < bytes / 4; i++) buffer[i] = 1.0f;
   static Job jobs[MAX_THREADS];
   pthread_t handles[MAX_THREADS];
   pthread_barrier_t barrier;
   pthread_barrier_init(&barrier, NULL, threads);
-  size_t vectors = BUFFER_BYTES / sizeof(Vector) / threads;
+  size_t vectors = bytes / sizeof(Vector) / threads;
   for (int t = 0; t < threads; t++) {
     jobs[t].barrier = &barrier;
     jobs[t].may_use_tiles = may_use_tiles;
