@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.peers.hybrids import LFM2_350M
+from benchmarks.peers.hybrids import GRANITE_350M, LFM2_350M
 from benchmarks.peers.shapes import SHAPES, ModelShape
 
 _EXPERTS = ".experts."
@@ -139,4 +139,4 @@ _MIXTURES = (
     _tiny(_QWEN3, hidden_size=256, moe_intermediate_size=64, num_experts=16, num_attention_heads=4),
     _tiny(_GPT_OSS, hidden_size=256, intermediate_size=128, num_local_experts=8, num_attention_heads=8),
 )
-ALL_SHAPES: dict[str, ModelShape] = SHAPES | {shape.name: shape for shape in (*_MIXTURES, LFM2_350M)}
+ALL_SHAPES: dict[str, ModelShape] = SHAPES | {shape.name: shape for shape in (*_MIXTURES, LFM2_350M, GRANITE_350M)}

@@ -16,8 +16,15 @@ import gguf
 import numpy as np
 from safetensors import safe_open
 
-_ARCHITECTURES = {"llama": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss", "lfm2": "lfm2"}
-_GPT_OSS, _LFM2 = "gpt_oss", "lfm2"
+_GPT_OSS, _LFM2, _GRANITE_HYBRID = "gpt_oss", "lfm2", "granitemoehybrid"
+_ARCHITECTURES = {
+    "llama": "llama",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
+    _GPT_OSS: "gpt-oss",
+    _LFM2: "lfm2",
+    _GRANITE_HYBRID: "granitehybrid",
+}
 _LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
@@ -47,7 +54,19 @@ _LAYER_NAMES = {
     "self_attn.out_proj": "attn_output",
     "self_attn.q_layernorm": "attn_q_norm",
     "self_attn.k_layernorm": "attn_k_norm",
+    "shared_mlp.gate_proj": "ffn_gate",
+    "shared_mlp.up_proj": "ffn_up",
+    "shared_mlp.output_linear": "ffn_down",
+    "mamba.in_proj": "ssm_in",
+    "mamba.conv1d": "ssm_conv1d",
+    "mamba.dt_bias": "ssm_dt.bias",
+    "mamba.A_log": "ssm_a",
+    "mamba.D": "ssm_d",
+    "mamba.norm": "ssm_norm",
+    "mamba.out_proj": "ssm_out",
 }
+# Of layers that keep a state: in float32 whatever the file's type.
+_EXACT = ("shortconv.conv", "ssm_conv1d", "ssm_a", "ssm_d", "ssm_norm")
 _OF_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(.*)")
 _OTHER_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -93,6 +112,9 @@ def _tensors(file: Any, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarra
                 )
         elif ".experts." in name:
             yield from _stacked(name, file.get_tensor(name))
+        elif ".input_linear." in name:
+            for part, half in zip(("gate_proj", "up_proj"), np.split(file.get_tensor(name), 2), strict=True):
+                yield name.replace("input_linear", part), np.ascontiguousarray(half)
         else:
             yield name, file.get_tensor(name)
 
@@ -118,18 +140,22 @@ def _write_fields(writer: gguf.GGUFWriter, config: dict[str, Any], precision: st
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     num_kv_heads = config["num_key_value_heads"]
-    if config["model_type"] == _LFM2:
-        writer.add_shortconv_l_cache(config["conv_L_cache"])
-        writer.add_head_count_kv([num_kv_heads if kind == "full_attention" else 0 for kind in config["layer_types"]])
+    if config["model_type"] in (_LFM2, _GRANITE_HYBRID):
+        kinds = config["layer_types"]
+        writer.add_head_count_kv([num_kv_heads if "attention" in kind else 0 for kind in kinds])
     else:
         writer.add_head_count_kv(num_kv_heads)
+    if config["model_type"] == _LFM2:
+        writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if config["model_type"] == _GRANITE_HYBRID:
+        _write_granite_hybrid(writer, config)
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    if "num_experts_per_tok" in config:
+    if config.get("num_experts_per_tok"):
         writer.add_expert_count(config.get("num_experts") or config["num_local_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
         writer.add_expert_feed_forward_length(config.get("moe_intermediate_size") or config["intermediate_size"])
@@ -143,6 +169,32 @@ def _write_fields(writer: gguf.GGUFWriter, config: dict[str, Any], precision: st
     writer.add_file_type(_FILE_TYPES[precision])
 
 
+def _write_granite_hybrid(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_rope_scaling_finetuned(False)
+    writer.add_embedding_scale(config["embedding_multiplier"])
+    writer.add_residual_scale(config["residual_multiplier"])
+    writer.add_attention_scale(config["attention_multiplier"])
+    writer.add_logit_scale(config["logits_scaling"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_n_heads"] * config["mamba_d_head"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+
+
+def _as_stored(name: str, values: np.ndarray, config: dict[str, Any]) -> np.ndarray:
+    """Parameters of recurrent layers: taps without their middle dimension, rates, and columns of heads."""
+    if name.endswith((".conv.conv.weight", ".conv1d.weight")):
+        return values.squeeze(1)
+    if name.endswith(".A_log"):
+        return -np.exp(values)[:, None]
+    if name.endswith(".D"):
+        return values[:, None]
+    if name.endswith(".mamba.norm.weight"):
+        return values.reshape(config["mamba_n_groups"], -1)
+    return values
+
+
 def _write_tensor(
     writer: gguf.GGUFWriter, name: str, values: np.ndarray, config: dict[str, Any], precision: str
 ) -> None:
@@ -151,11 +203,12 @@ def _write_tensor(
             values = _pair_neighbours(values, config["num_attention_heads"])
         elif "k_proj" in name:
             values = _pair_neighbours(values, config["num_key_value_heads"])
-    gguf_name = _gguf_name(name, config)
-    if values.ndim == 3 and "shortconv" in gguf_name:
-        values = values.squeeze(1)
+    gguf_name, values = _gguf_name(name, config), _as_stored(name, values, config)
     is_exact = (
-        values.ndim == 1 or "shortconv.conv" in gguf_name or gguf_name.endswith(".bias") or "ffn_gate_inp" in gguf_name
+        values.ndim == 1
+        or any(part in gguf_name for part in _EXACT)
+        or gguf_name.endswith(".bias")
+        or "ffn_gate_inp" in gguf_name
     )
     kind = _QUANTIZATIONS["f32" if is_exact else precision]
     data = values if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(values, kind)
@@ -176,6 +229,8 @@ def _gguf_name(name: str, config: dict[str, Any]) -> str:
         return f"{_OTHER_NAMES[stem]}.weight"
     _, _, layer, rest = stem.split(".", 3)
     ours = _LAYER_NAMES[rest]
+    if not name.endswith((".bias", ".weight")):  # a parameter of the layer itself
+        return f"blk.{layer}.{ours}"
     if config["model_type"] == _GPT_OSS and ours == "ffn_norm":
         ours = "post_attention_norm"
     return f"blk.{layer}.{ours}.{kind}"
