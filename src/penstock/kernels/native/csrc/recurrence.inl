@@ -205,7 +205,8 @@ struct Channels {
     put(t, sums);
   }
 
-  // Token t with a decay for each element of the state. rates: [key_size][kVectors * kLanes].
+  // Token t with a decay for each element of the state. rates: [key_size][kVectors * kLanes], of powers of two: a power
+  // per element and token is most of the time.
   void add_by_element(int64_t t, StateRows<const S> from, StateRows<S> to, const float* rates) const {
     Vec sums[kVectors] = {}, added[kVectors], steps[kVectors];
     for (int v = 0; v < kVectors; ++v) {
@@ -223,7 +224,7 @@ struct Channels {
     for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride, to.at += to.stride, rates += kVectors * kLanes) {
       const Vec key = splat(keys[n]), query = splat(queries[n]);
       for (int v = 0; v < kVectors; ++v) {
-        const Vec of_element = exp(steps[v] * load(rates + v * kLanes));
+        const Vec of_element = exp2_of_negative(steps[v] * load(rates + v * kLanes));
         Vec next = added[v] * key;
         if (scales) next = next * variance_left(of_element);
         multiply_add(next, load_some(from.at + v * kLanes), of_element);
@@ -239,7 +240,7 @@ struct Channels {
       for (int v = 0; v < kVectors; ++v) {
         const float* log = a.decay_log + (head * a.key_size + n) * a.value_size + first + v * kLanes;
         const Vec rate = a.decays_by_element ? exp(load_first(log, kIsPart ? count : kLanes)) : splat(h.decay_rate);
-        store(rates + (n * kVectors + v) * kLanes, -rate);
+        store(rates + (n * kVectors + v) * kLanes, rate * -kLog2e);
       }
   }
 
