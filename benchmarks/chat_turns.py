@@ -2,7 +2,7 @@
 
     python -m benchmarks.chat_turns [--shape lfm2-350m] [--tokens 4000] [--repeats 3] [--threads 2] [--work-dir FOLDER]
 
-A model with random weights in bfloat16. After a prompt and an answer, the second turn's prompt is both, and 32 tokens of
+A model has random weights in bfloat16. After a prompt and an answer, the second turn has both, and 32 tokens of
 a question. Its time to the first token is measured with snapshots of states and without, in turns; every repeat has
 other tokens. Then a prompt's log-probabilities with states in bfloat16 are compared with those of float32 states.
 """
