@@ -87,7 +87,7 @@ def train(model: Path, *, num_steps: int, seed: int, **options: Any) -> list[dic
             max_steps=num_steps,
             learning_rate=1e-3,
             lr_scheduler_type="constant",
-            per_device_train_batch_size=64,
+            per_device_train_batch_size=32,
             num_generations=8,
             max_completion_length=24,
             beta=0.0,

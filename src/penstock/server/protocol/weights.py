@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from penstock.server.protocol.base import StrictModel
 
@@ -29,9 +29,9 @@ class UpdateRequest(StrictModel):
 
 
 class FinishUpdateRequest(StrictModel):
-    """weight_version: name of the new weights, which outputs have."""
+    """weight_version: number of the new weights, which outputs have; None counts."""
 
-    weight_version: str | None = Field(default=None, max_length=256)
+    weight_version: int | None = None
 
 
 class WorldSize(BaseModel):
