@@ -164,6 +164,11 @@ def test_pages_and_proxies_need_a_key(served: Served, header: dict[str, str]) ->
     assert served.request("GET", "/get_world_size", **header).status == 401
 
 
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "0.0.0.0:8000", "[::1]:8000"])
+def test_names_of_this_machine_need_none(served: Served, host: str) -> None:
+    assert served.request("GET", "/get_world_size", Host=host).status == 200
+
+
 def test_other_routes_of_the_administration_stay_closed(served: Served) -> None:
     for path in ADMIN_PATHS - RL_PATHS:
         assert served.post(path, {}).status == 404

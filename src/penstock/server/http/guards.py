@@ -121,10 +121,12 @@ def _is_program_of_this_machine(scope: Scope) -> bool:
         return False
     # A Unix socket has no client address.
     client = scope.get("client")
-    hosts = [] if client is None else [client[0]]
-    # A page of a name that leads to this machine names itself.
-    named = headers.get("Host", "").rpartition(":")[0] or headers.get("Host", "")
-    return all(map(is_loopback, [*hosts, *([named.strip("[]")] if named else [])]))
+    if client is not None and not is_loopback(client[0]):
+        return False
+    # A page of a name that leads to this machine names itself. TRL connects to 0.0.0.0, which is this machine.
+    host = headers.get("Host", "")
+    name = (host.rpartition(":")[0] or host).strip("[]")
+    return not name or name == "0.0.0.0" or is_loopback(name)
 
 
 def _given_keys(scope: Scope) -> list[str]:
