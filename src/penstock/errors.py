@@ -46,6 +46,10 @@ class InvalidRequest(PenstockError, ValueError):
     """A request that cannot be served; other requests are not affected."""
 
 
+class EngineAsleep(InvalidRequest):
+    """A request or call that an engine does not take while it is paused, sleeps, or has no weights."""
+
+
 class AdapterNotFound(InvalidRequest):
     """A request whose LoRA adapter is not there, or was removed before the request came."""
 

@@ -26,6 +26,7 @@ from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import UnsupportedFeature
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.request import LoRARequest
+from penstock.features.sleep.methods import SleepMethods
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
+class LLM(PoolingMethods, SleepMethods, WorkerCalls[list[Any]], RefusesMethods):
     """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
@@ -276,6 +277,9 @@ class LLM(PoolingMethods, WorkerCalls[list[Any]], RefusesMethods):
 
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._session.collective_rpc(call)
+
+    def _run_until(self, is_over: Callable[[], bool]) -> None:
+        self._session.run_until(is_over)
 
     def apply_model(self, func: Callable[[LanguageModel], _Result]) -> list[_Result]:
         """Call a function with each worker's model."""

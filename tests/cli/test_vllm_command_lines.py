@@ -84,11 +84,12 @@ SERVE: dict[str, dict[str, Any]] = {
         "media_io_kwargs": {"video": {"num_frames": 8}},
     },
     "vllm serve demo --enable-server-load-tracking --disable-uvicorn-access-log --swap-space 4": {},
+    "vllm serve demo --enable-sleep-mode": {},
 }
 
 REFUSED = {
     """vllm serve demo --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'""": "KV transfer",
-    "vllm serve demo --enable-sleep-mode": "sleep mode",
+    "vllm serve demo --enable-nccl-comm-suspend": "what a sleeping engine keeps",
     "vllm serve demo --data-parallel-size 4 --data-parallel-address 10.0.0.1": "several nodes",
     "vllm serve demo --quantization bitsandbytes": "other quantization methods",
     "vllm serve demo --enable-expert-parallel": "expert parallelism",

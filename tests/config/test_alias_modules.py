@@ -123,8 +123,8 @@ def test_a_script_has_flags_of_its_own() -> None:
 
 
 def test_an_option_of_a_missing_feature_is_refused_by_its_name(parser: argparse.ArgumentParser) -> None:
-    with pytest.raises(UnsupportedFeature, match="sleep mode"):
-        EngineArgs.from_cli_args(parser.parse_args(["--enable-sleep-mode"]))
+    with pytest.raises(UnsupportedFeature, match="expert parallelism"):
+        EngineArgs.from_cli_args(parser.parse_args(["--enable-expert-parallel"]))
 
 
 def test_a_tokenizer_is_that_of_a_model() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.processes.broker_connection import BrokerState
+from penstock.scheduler.outputs import CoreState
 from penstock.server.processes.health import Health
 from support.broker_statuses import BUSY
 
@@ -28,6 +29,10 @@ def changed(**values: float) -> BrokerStatus:
     return msgspec.structs.replace(WELL, **values)
 
 
+def resting(name: str, *, is_ready: bool) -> BrokerStatus:
+    return msgspec.structs.replace(WELL, stats=msgspec.structs.replace(WELL.stats, state=CoreState(name, is_ready)))
+
+
 @pytest.mark.parametrize(
     ("status", "silent_s", "dead", "not_ready"),
     [
@@ -36,6 +41,13 @@ def changed(**values: float) -> BrokerStatus:
         (changed(num_recovering=1), 0.0, None, None),
         (changed(num_recovering=2), 0.0, None, "being replaced"),
         (WELL, 5.0, None, "being started"),
+        (
+            resting("sleeping (level 1: weights)", is_ready=False),
+            0.0,
+            None,
+            "does not run: sleeping (level 1: weights)",
+        ),
+        (resting("sleeping (idle, level 1: weights)", is_ready=True), 0.0, None, None),
         (WELL, 31.0, "no heartbeat", "no heartbeat"),
         # A wedge: the core answers, and computes nothing for longer than any step may take.
         (changed(stalled_s=299.0), 0.0, None, None),

@@ -378,8 +378,22 @@ RUNNING = {
     "features that may be there": """
         from vllm import LLM
         llm = LLM(model="demo")
-        result = [name for name in ("generate", "chat", "embed", "sleep") if hasattr(llm, name)]
-        assert result == ["generate", "chat", "embed"]
+        result = [name for name in ("generate", "embed", "sleep", "checkpoint_prepare") if hasattr(llm, name)]
+        assert result == ["generate", "embed", "sleep"]
+    """,
+    "an engine that sleeps": """
+        from vllm import LLM, SamplingParams
+        llm = LLM(model="demo", enable_sleep_mode=True)
+        params = SamplingParams(temperature=0, max_tokens=4)
+        before = llm.generate("Hello", params)[0].outputs[0].token_ids
+        llm.sleep(level=1)
+        llm.wake_up()
+        llm.sleep(level=2, mode="abort")
+        llm.wake_up(tags=["weights"])
+        llm.collective_rpc("reload_weights")
+        llm.wake_up(tags=["kv_cache"])
+        result = llm.generate("Hello", params)[0].outputs[0].token_ids
+        assert list(result) == list(before)
     """,
     "an engine step by step": """
         import argparse
@@ -522,14 +536,14 @@ RUNNING = {
 }
 
 REFUSED = {
-    "sleep mode": [
+    "choosing parts of what a sleeping engine keeps": [
         """
         from vllm import LLM
-        LLM(model="demo", enable_sleep_mode=True)
+        LLM(model="demo", enable_nccl_comm_suspend=True)
         """,
         """
         from vllm import LLM
-        LLM(model="demo").sleep(level=1)
+        LLM(model="demo").release_kv_cache_memory()
         """,
     ],
     "expert parallelism, several nodes and external load balancers": [

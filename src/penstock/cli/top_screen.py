@@ -99,7 +99,8 @@ def _head(sample: Sample, url: str) -> Text:
     elif state is None and cores["stalled_s"] > _STALLED_S:
         state = "a core computes no tokens"
     text = Text.assemble((sample["model"], "bold"), "  ")
-    text.append(f"● {state or 'ready'}", "red" if state else "green")
+    ready = "ready" if cores["state"] == "running" else f"ready, {cores['state']}"
+    text.append(f"● {state or ready}", "red" if state else "green")
     up = "" if sample["started_at"] is None else f"  up {_duration(sample['time'] - sample['started_at'])}"
     return text.append(f"  {url}  version {sample['version']}{up}", "bright_black")
 

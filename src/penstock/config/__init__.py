@@ -16,6 +16,7 @@ from penstock.config.profiler import ProfilerConfig
 from penstock.config.recording import RecordingConfig
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
+from penstock.config.sleep import SleepConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 
@@ -34,6 +35,7 @@ __all__ = [
     "RecordingConfig",
     "SamplingConfig",
     "SchedulerConfig",
+    "SleepConfig",
     "SpeculativeConfig",
     "StructuredOutputsConfig",
 ]

@@ -29,6 +29,7 @@ from penstock.config.recording import RecordingConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.config.sampling import SamplingConfig
 from penstock.config.scheduler import SchedulerConfig
+from penstock.config.sleep import SleepConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
 from penstock.errors import ConfigError, UnknownOption
@@ -67,6 +68,7 @@ class EngineConfig:
     recording: RecordingConfig = field(default_factory=RecordingConfig)
     live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
     expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
+    sleep: SleepConfig = field(default_factory=SleepConfig)
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
 
@@ -242,6 +244,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "recording": RecordingConfig,
     "live_view": LiveViewConfig,
     "expert_stats": ExpertStatsConfig,
+    "sleep": SleepConfig,
     "additional": AdditionalConfig,
 }
 

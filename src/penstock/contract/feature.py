@@ -31,6 +31,8 @@ _BUILT_IN = (
     "penstock.features.hidden_states",
     "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
+    # The last one: workers that replace lost ones sleep once the others have brought back their state.
+    "penstock.features.sleep",
 )
 
 
@@ -60,6 +62,7 @@ class Feature:
     out the worker's side then. runs: terms by name, (WorkerServices, is_largest) -> None, which runs work beside the
     forward pass: the largest one's peak is the term, and warm-up runs the smallest one where kernels are compiled.
     deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
+    memory_of_methods: tags of the memory that must be there for some of them.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Feature:
     recorded_call: type[RecordedCall] | None = None
     deployment_methods: Sequence[str] = ()
     worker_methods: Sequence[str] = ()
+    memory_of_methods: Mapping[str, Sequence[str]] = field(default_factory=dict)
     how_to_turn_on: str = ""
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.contract.memory_tags import MEMORY_TAGS, WEIGHTS
 from penstock.errors import ConfigError
 
 
@@ -26,19 +27,22 @@ class RpcEffects:
     """Effects of a worker method on the engine that calls it; a method without an entry in `EFFECTS` has none.
 
     weights: change of the weights. on_first_engine: whether engine 0 alone runs it, since the others would write the
-    same files. is_profile: whether it starts or ends a profile.
+    same files. is_profile: whether it starts or ends a profile. uses: tags of the memory that must be there for it.
     """
 
     weights: WeightChange | None = None
     on_first_engine: bool = False
     is_profile: bool = False
+    uses: tuple[str, ...] = ()
 
 
 EFFECTS: Mapping[str, RpcEffects] = {
     "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD),
-    "reload_weights": RpcEffects(weights=WeightChange.NOW),
-    "load_weights": RpcEffects(weights=WeightChange.NOW),
-    "save_sharded_state": RpcEffects(on_first_engine=True),
+    "reload_weights": RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
+    "load_weights": RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
+    "save_sharded_state": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
+    "apply_model": RpcEffects(uses=(WEIGHTS,)),
+    "execute_dummy_batch": RpcEffects(uses=MEMORY_TAGS),
     "profile": RpcEffects(is_profile=True),
 }
 _NO_EFFECTS = RpcEffects()

@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device.backup import Backup
 from penstock.device.dtypes import DtypeChoice
 from penstock.errors import UnsupportedFeature, WaitTimeout
 
@@ -95,6 +97,7 @@ class Device(ABC):
     kind: "cpu" or "cuda". overlaps_with_host: work is asynchronous, so the host can run ahead.
     attention_backends: names of candidate backends, best first. captures_graphs: whether `capture` works.
     compiles_kernels: whether kernels are compiled at their first use, so that warm-up has to run them all.
+    keeps_addresses: whether memory that was given back (`release`) comes again at the same addresses.
     """
 
     kind: str
@@ -102,6 +105,7 @@ class Device(ABC):
     overlaps_with_host: bool
     captures_graphs: bool = False
     compiles_kernels: bool = False
+    keeps_addresses: bool = True
     attention_backends: tuple[str, ...]
 
     @abstractmethod
@@ -201,6 +205,24 @@ class Device(ABC):
     @abstractmethod
     def return_unused_memory(self) -> None:
         """Return the allocator's free memory to the system."""
+
+    def back_up(self, tensors: Sequence[Tensor], folder: Path) -> Backup:
+        """Copy the content of tensors out of the device's memory. folder: place of a file, where one is written.
+
+        Raises OutOfMemory without room for it.
+        """
+        raise UnsupportedFeature(f"device {self.kind!r} backs up no tensors")
+
+    def release(self, tensors: Sequence[Tensor]) -> int:
+        """Give the memory of these tensors back to the system; return the bytes. No other tensor may share it.
+
+        The tensors stay, and their content is undefined. They must not be used before `restore`.
+        """
+        raise UnsupportedFeature(f"device {self.kind!r} gives no memory back")
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        """Let tensors after a `release` have memory again, of zeros or with parts of their earlier content."""
+        raise UnsupportedFeature(f"device {self.kind!r} gives no memory back")
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:

@@ -6,16 +6,19 @@ import ctypes
 import mmap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import psutil
 import torch
 from torch import Tensor
 
+from penstock.device.backup import Backup, FileBackup
 from penstock.device.base import CellWrites, Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.dtypes import DtypeChoice, choose_cpu_dtype
 from penstock.device.forks import keep_forks_computing
 from penstock.device.host_allocator import FREED_MEMORY, GIVE_BACK, KEEP, return_free_pages
+from penstock.device.host_memory import give_back, ranges_of
 from penstock.device.huge_pages import HAS_LARGE_PAGES, LARGE_PAGE, fresh_memory
 from penstock.device.limits import cpu_quota, memory_limit
 from penstock.device.process_setting import ProcessSetting
@@ -121,6 +124,16 @@ class CpuDevice(Device):
 
     def return_unused_memory(self) -> None:
         return_free_pages()
+
+    def back_up(self, tensors: Sequence[Tensor], folder: Path) -> Backup:
+        return FileBackup(tensors, folder)
+
+    def release(self, tensors: Sequence[Tensor]) -> int:
+        FREED_MEMORY.want(self, GIVE_BACK)
+        return give_back(ranges_of(tensors))
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        FREED_MEMORY.want(self, KEEP)
 
     @contextmanager
     def loading_weights(self) -> Iterator[None]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.device.backup import Backup, HostBackup
 from penstock.device.base import Device, MemorySnapshot, PeakMemory, PendingCopy
 from penstock.device.capability import choices_of
 from penstock.device.dtypes import DtypeChoice, choose_cuda_dtype
@@ -53,6 +55,7 @@ class CudaDevice(Device):
     overlaps_with_host = True
     captures_graphs = True
     compiles_kernels = True
+    keeps_addresses = False
     attention_backends: tuple[str, ...] = ("triton_paged", "torch_varlen", "reference")
 
     def __init__(self, index: int = 0, matmul_precision: str = "highest", *, batch_invariant: bool = False) -> None:
@@ -66,6 +69,8 @@ class CudaDevice(Device):
         self._capture_stream = torch.cuda.Stream(self.torch_device)
         # One memory pool for all graphs: they never run at the same time.
         self._graph_pool = torch.cuda.graph_pool_handle()
+        # Sizes of storages whose memory was given back.
+        self._released: dict[int, int] = {}
 
     def describe(self) -> str:
         properties = torch.cuda.get_device_properties(self.torch_device)
@@ -157,6 +162,27 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
+    def back_up(self, tensors: Sequence[Tensor], folder: Path) -> Backup:
+        return HostBackup(tensors)
+
+    def release(self, tensors: Sequence[Tensor]) -> int:
+        self.synchronize()
+        freed = 0
+        for storage in _storages(tensors):
+            # All views share the storage, and get its new memory with it.
+            if size := storage.nbytes():
+                self._released[storage._cdata] = size
+                storage.resize_(0)
+                freed += size
+        self.return_unused_memory()
+        return freed
+
+    def restore(self, tensors: Sequence[Tensor]) -> None:
+        for storage in _storages(tensors):
+            if size := self._released.pop(storage._cdata, 0):
+                storage.resize_(size)
+                torch.empty(0, dtype=torch.uint8, device=self.torch_device).set_(storage).zero_()
+
     def close(self) -> None:
         _MATMUL_PRECISION.give_up(self)
 
@@ -167,6 +193,12 @@ class CudaDevice(Device):
 def _pinned(array: np.ndarray) -> Tensor:
     # Contiguous: torch would copy another layout through pageable memory, which blocks the host.
     return torch.from_numpy(np.asarray(array, order="C")).pin_memory()
+
+
+def _storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """Storages of tensors on a GPU, each once."""
+    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if tensor.is_cuda}
+    return list(found.values())
 
 
 def gpu_memory() -> MemoryLimit | None:

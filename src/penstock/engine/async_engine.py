@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -37,11 +38,12 @@ from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
 from penstock.engine.worker_calls import WorkerCalls
-from penstock.errors import PenstockError, UnsupportedParameter
+from penstock.errors import PenstockError, UnsupportedParameter, WaitTimeout
 from penstock.executor.processes import refuse_at_exit
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
+from penstock.features.sleep.methods import AsyncSleepMethods
 from penstock.observability.logging import configure_logging
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine
@@ -49,8 +51,11 @@ from penstock.worker.capabilities import check_async_engine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# Poll interval of `wait_for_requests_to_drain`.
+_POLL_S = 0.005
 
-class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]]], RefusesMethods):
+
+class AsyncEngine(AsyncAdapterMethods, AsyncSleepMethods, WorkerCalls[Coroutine[Any, Any, list[Any]]], RefusesMethods):
     """A model whose outputs are streamed to coroutines; no event loop waits for its steps.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.
@@ -292,6 +297,15 @@ class AsyncEngine(AsyncAdapterMethods, WorkerCalls[Coroutine[Any, Any, list[Any]
     def get_num_unfinished_requests(self) -> int:
         """Number of requests with a reader."""
         return len(self._streams)
+
+    @also_from_vllm
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until no request of this front end is unfinished. Raises WaitTimeout after so many seconds."""
+        deadline = time.monotonic() + drain_timeout
+        while num_left := self.get_num_unfinished_requests():
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"{num_left} requests have not ended within drain_timeout={drain_timeout:g} s.")
+            await asyncio.sleep(_POLL_S)
 
     @also_from_vllm
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
@@ -21,13 +21,14 @@ from penstock.engine.statistics.metrics import Metric
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.features.lora.methods import AdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
+from penstock.features.sleep.methods import SleepMethods
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLMEngine(AdapterMethods, WorkerCalls[list[Any]], RefusesMethods):
+class LLMEngine(AdapterMethods, SleepMethods, WorkerCalls[list[Any]], RefusesMethods):
     """A model whose requests come and go between steps, which the caller runs one by one in its thread.
 
     config: of the engine. session: a running engine with this configuration; None starts one.
@@ -159,3 +160,6 @@ class LLMEngine(AdapterMethods, WorkerCalls[list[Any]], RefusesMethods):
 
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._session.collective_rpc(call)
+
+    def _run_until(self, is_over: Callable[[], bool]) -> None:
+        self._session.run_until(is_over)

@@ -167,6 +167,14 @@ class BrokerStatus(_Message, frozen=True, kw_only=True, tag="status"):
     steps: StepTotals = msgspec.field(default_factory=StepTotals)
     recent_steps: list[list[StepRecord]] = []
 
+    @property
+    def why_not_ready(self) -> str | None:
+        """Why new requests would not run; None if they would."""
+        if self.num_recovering == self.num_engines:
+            return "the cores are being replaced"
+        state = self.stats.state
+        return None if state.is_ready else f"the engine does not run: {state.name}"
+
 
 class FeaturesChanged(_Message, frozen=True, kw_only=True, tag="features"):
     """States of features in the broker after a change, for the broker that replaces it. states: by feature, pickled."""

@@ -205,6 +205,15 @@ class Session:
             self._check_open()
             return self._core.collective_rpc(call)
 
+    def run_until(self, is_over: Callable[[], bool]) -> None:
+        """Run steps for all requests until a condition holds, which is asked for between them."""
+        while not is_over():
+            with self._lock, InterruptAfterwards():
+                self._check_open()
+                if self._core.has_unfinished_requests():
+                    self._dispatcher.step()
+            self._core.wait_for_work()
+
     def close(self) -> None:
         """Free the model, its memory and its threads. A second call does nothing, nor does one in a fork."""
         if not self._lock.owner.is_here():

@@ -40,13 +40,22 @@ class DeploymentFeature:
         return parts
 
     def call(self, call: RpcCall) -> list[Any]:
-        """Answer a call of one of the feature's `deployment_methods`, by the method of its name."""
-        answers: list[Any] = getattr(self, call.name)(*call.args, **call.kwargs)
+        """Answer a call of one of the feature's `deployment_methods`, by the method of its name.
+
+        Raises InvalidRequest for one that the scheduler's side alone has.
+        """
+        method = getattr(self, call.name, None)
+        if method is None:
+            raise InvalidRequest(f"{call.name} is a call between parts of the engine.")
+        answers: list[Any] = method(*call.args, **call.kwargs)
         return answers
 
     def calls_of_new_core(self) -> Iterable[RpcCall]:
         """Calls of the feature's scheduler side in a core that replaces a lost one."""
         return ()
+
+    def call_done(self, call: RpcCall) -> None:
+        """Note a call that all workers have done."""
 
 
 class DeploymentFeatures:
@@ -106,6 +115,11 @@ class DeploymentFeatures:
     def calls_of_new_core(self) -> Iterable[RpcCall]:
         """As `DeploymentFeature`, of all features."""
         return [call for side in dict.fromkeys(self._by_method.values()) for call in side.calls_of_new_core()]
+
+    def call_done(self, call: RpcCall) -> None:
+        """As `DeploymentFeature`, of all features."""
+        for side in dict.fromkeys(self._by_method.values()):
+            side.call_done(call)
 
     def _keeper_of(self, name: str) -> Callable[[Any], None]:
         def keep(state: Any) -> None:

@@ -24,6 +24,11 @@ class LinearAdapters:
         self.table = table
         self._input_name = input_name
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of all slots."""
+        return self.table.tensors
+
     def apply_in(self, context: ForwardContext) -> bool:
         """Whether a row may have an adapter of this layer."""
         return context.input(self._input_name) is not None
@@ -44,6 +49,11 @@ class EmbeddingAdapters:
 
     def __init__(self, rows_XR: Tensor, table: AdapterTable) -> None:
         self.table, self.rows_XR = table, rows_XR
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Tensors of all slots."""
+        return self.rows_XR, *self.table.tensors
 
     def add_to(self, rows: Tensor, context: ForwardContext) -> Tensor:
         """Add the adapters' rows of the tokens to their embeddings, in place: [T, D], or with leading dimensions."""

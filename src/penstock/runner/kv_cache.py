@@ -144,8 +144,12 @@ class PagedKVCache:
         for pages_NX in self._pages[pool]:
             yield pages_NX[start:stop]
 
+    @property
+    def memory(self) -> list[Tensor]:
+        """All of the memory, by allocation."""
+        return [pages_NX for of_pool in self._pages for pages_NX in of_pool]
+
     def touch(self) -> None:
         """Write to all of the memory, so that a system with on-demand paging counts it as used."""
-        for of_pool in self._pages:
-            for pages_NX in of_pool:
-                pages_NX.zero_()
+        for pages_NX in self.memory:
+            pages_NX.zero_()

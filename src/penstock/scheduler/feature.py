@@ -78,6 +78,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     def before_call(self, call: RpcCall) -> None:  # noqa: B027
         """Note a call that all workers get between two steps, and what it implies (`call.effects`)."""
 
+    def caches_dropped(self) -> None:  # noqa: B027
+        """Note that the workers drop the KV cache, and what encoders have computed. No step runs."""
+
     def workers_replaced(self) -> None:  # noqa: B027
         """Note that workers are to be replaced: results of earlier steps and the KV cache are lost."""
 
@@ -89,6 +92,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
 
     def after_step(self) -> None:  # noqa: B027
         """Note the end of a turn of the core, when the results that it has read are taken in."""
+
+    def resting(self) -> None:  # noqa: B027
+        """Note a turn of a core that rests (`Scheduler.let_rest`) and has unfinished requests."""
 
     @property
     def is_polled(self) -> bool:

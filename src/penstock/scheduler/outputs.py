@@ -28,6 +28,16 @@ class FinishReason(StrEnum):
         return "error" if self is FinishReason.INVALID else self.value
 
 
+class CoreState(msgspec.Struct, frozen=True):
+    """State of a core. name: "running", or why it runs no steps. is_ready: whether a request would run at once."""
+
+    name: str = "running"
+    is_ready: bool = True
+
+
+RUNNING = CoreState()
+
+
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Requests and KV cache blocks of one scheduler, or of several together, at one moment.
 
@@ -40,6 +50,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoder_tokens: tokens of media items for whose features the encoder cache has room. num_used_encoder_tokens: of
         items that running requests use. num_cached_encoder_tokens: of further ones with features. num_encoder_queries,
         num_encoder_hits: items that requests have looked up, and found, so far.
+    state: of the core; of several, of one that is not ready, or does not run.
     """
 
     num_running_reqs: int
@@ -58,6 +69,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_encoder_tokens: int = 0
     num_encoder_queries: int = 0
     num_encoder_hits: int = 0
+    state: CoreState = RUNNING
 
     @property
     def kv_cache_usage(self) -> float:
@@ -79,8 +91,10 @@ NO_STATS = SchedulerStats(num_running_reqs=0, num_waiting_reqs=0, num_blocks=0, 
 
 def summed_stats(stats: Iterable[SchedulerStats]) -> SchedulerStats:
     """Sum of the counts of several schedulers."""
-    rows = [msgspec.structs.astuple(one) for one in stats]
-    return SchedulerStats(**dict(zip(SchedulerStats.__struct_fields__, map(sum, zip(*rows, strict=True)), strict=True)))
+    each = list(stats)
+    state = min((one.state for one in each), key=lambda state: (state.is_ready, state == RUNNING), default=RUNNING)
+    counts = {name: sum(getattr(one, name) for one in each) for name in SchedulerStats.__struct_fields__[:-1]}
+    return SchedulerStats(**counts, state=state)
 
 
 class _NewTokens(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

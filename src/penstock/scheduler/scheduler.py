@@ -16,7 +16,7 @@ from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import NO_SPECULATION, Speculation
 from penstock.scheduler.feature import Chunks, SchedulerFeature, methods_of
 from penstock.scheduler.kv_cache_manager import KVCacheManager
-from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
+from penstock.scheduler.outputs import RUNNING, CoreState, EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.repetition import RepeatedSteps
 from penstock.scheduler.request import Request, RequestStatus
 from penstock.scheduler.request_limits import LengthLimits
@@ -65,6 +65,9 @@ class Scheduler:
         sends_whole_parts: bool = False,
     ) -> None:
         self._sends_whole_parts = sends_whole_parts
+        # State in which features let the core rest, by feature; and that of the core, `RUNNING` if none does.
+        self._rests: dict[object, CoreState] = {}
+        self.rest = RUNNING
         self._tell_ends = tell_ends
         self._max_num_seqs = config.max_num_seqs
         self._max_num_batched_tokens = config.max_num_batched_tokens
@@ -138,7 +141,15 @@ class Scheduler:
             num_snapshots_taken=sum(pool.num_taken for pool in states),
             num_snapshots_evicted=sum(pool.num_evicted for pool in states),
             **of_features,
+            state=self.rest,
         )
+
+    def let_rest(self, owner: object, state: CoreState) -> None:
+        """Let the core rest: it runs no steps, and replaces no lost workers. `RUNNING` ends that of the same owner."""
+        self._rests.pop(owner, None)
+        if state != RUNNING:
+            self._rests[owner] = state
+        self.rest = next(iter(self._rests.values()), RUNNING)
 
     @property
     def num_preemptions(self) -> int:

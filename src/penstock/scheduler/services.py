@@ -19,7 +19,8 @@ class SchedulerServices(NamedTuple):
     (`kv_cache.hold_blocks`, `release_blocks`).
     call_workers: calls every worker between two steps. tell_ends: sends the last outputs of requests that the feature
     has ended. call_soon: calls a function in the core's thread before its next step, and ends its wait for work; from
-    any thread.
+    any thread. has_lost_workers: whether workers are to be replaced. replace_lost_workers: replaces them now, if any
+    are lost or a reason for it is given, also while the core rests.
     """
 
     config: EngineConfig
@@ -27,3 +28,5 @@ class SchedulerServices(NamedTuple):
     call_workers: Callable[[RpcCall], list[Any]]
     tell_ends: Callable[[list[EngineCoreOutput]], None]
     call_soon: Callable[[Callable[[], None]], None]
+    has_lost_workers: Callable[[], bool] = lambda: False
+    replace_lost_workers: Callable[[str | None], None] = lambda _: None

@@ -41,6 +41,7 @@ from penstock.server.routes import (
     models,
     pooling,
     responses,
+    sleep,
     tokenize,
     tokens,
     weights,
@@ -90,7 +91,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
         app.include_router(module.router)
     if options.page:
         app.include_router(page.router)
-    for router in (admin.router, weights.router):
+    for router in (admin.router, sleep.router, weights.router):
         app.include_router(_part(router, options.serves_admin_path))
         refused = _refused(_part(router, lambda path: not options.serves_admin_path(path)))
         app.include_router(refused, include_in_schema=False)

@@ -367,7 +367,6 @@ class Missing:
 
 
 MISSING = (
-    Missing("sleep mode", ("sleep", "wake_up"), "Close the engine and create it again."),
     Missing(
         "weight transfer",
         ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from penstock.config import EngineConfig
 from penstock.config.model import GENERATE
@@ -19,17 +20,22 @@ from penstock.runner.model_states import ModelState
 from penstock.runner.output_heads import Generation, HeadFactory
 from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
+from penstock.worker.memory_by_tag import MemoryByTag
 from penstock.worker.memory_plan import MemoryTerm
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerServices:
-    """Services of a worker for a feature. dtype: of the model's activations."""
+    """Services of a worker for a feature.
+
+    dtype: of the model's activations. memory: the worker's, once it has a runner; None for a plan.
+    """
 
     config: EngineConfig
     device: Device
     model: LanguageModel
     dtype: torch.dtype
+    memory: MemoryByTag | None = None
 
     @property
     def num_slots(self) -> int:
@@ -50,6 +56,13 @@ class WorkerFeature:
 
     def replace_model(self, model: LanguageModel) -> None:
         """Attach to the model that takes the place of another one, with the same layers."""
+
+    def tensors(self, tag: str) -> Sequence[Tensor]:
+        """Large tensors of a tag of memory (`contract/memory_tags.py`) whose content an engine that sleeps keeps."""
+        return ()
+
+    def drop(self, tag: str) -> None:
+        """Drop what the feature can compute again, before memory of this tag is given back; no request runs."""
 
     def close(self) -> None:
         """End threads, and drop references to device memory."""
@@ -102,6 +115,15 @@ class WorkerFeatures:
         """Attach all features to another model."""
         for side in self._sides:
             side.replace_model(model)
+
+    def tensors(self, tag: str) -> list[Tensor]:
+        """As `WorkerFeature`, of all features."""
+        return [tensor for side in self._sides for tensor in side.tensors(tag)]
+
+    def drop(self, tag: str) -> None:
+        """As `WorkerFeature`, of all features."""
+        for side in self._sides:
+            side.drop(tag)
 
     def close(self) -> None:
         """Close all features."""

@@ -109,6 +109,12 @@ class WeightUpdates:
         if self._update is not None:
             self._update.abandon()
 
+    def undefine(self, why: str) -> None:
+        """Note that the weights are lost: all of them must come."""
+        self.abandon()
+        self._last = None
+        self.why_undefined = why
+
     def define(self, version: int | None = None) -> None:
         """Note that all weights were loaded in another way."""
         self.abandon()

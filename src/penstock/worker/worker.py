@@ -37,10 +37,10 @@ from penstock.worker.drafter import layers_of_target, place_for_drafter
 from penstock.worker.expert_load import ExpertLoad
 from penstock.worker.feature import WorkerFeatures, WorkerServices, features_of_model, warm_up_runs
 from penstock.worker.inspection import inspect_model
+from penstock.worker.memory_by_tag import MemoryByTag
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
 from penstock.worker.names_for_extensions import NamesForExtensions
-from penstock.worker.page_prefaulting import PagePrefaulting
 from penstock.worker.profiler import RankTrace, create_profiler, not_configured
 from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
@@ -76,7 +76,7 @@ class Worker(NamesForExtensions, WorkerBase):
         self._weights: Weights | None = None
         self._updates: WeightUpdates | None = None
         self._runner: ModelRunner | None = None
-        self._pages: PagePrefaulting | None = None
+        self.memory = MemoryByTag(self)
         self._features: WorkerFeatures | None = None
         self._expert_load: ExpertLoad | None = None
         if config.speculative.method is not None:
@@ -158,8 +158,7 @@ class Worker(NamesForExtensions, WorkerBase):
                 if self.config.model.output_head == GENERATE:
                     warm_up_requests(runner)
         self.device.synchronize()
-        if self.device.kind == "cpu":
-            self._pages = PagePrefaulting(self.device, runner.block_tables, runner.kv_cache, runner.steps)
+        self.memory.start_prefaulting()
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
         limits = self.runner.limits
@@ -324,13 +323,12 @@ class Worker(NamesForExtensions, WorkerBase):
     def shutdown(self) -> None:
         if self._profiler is not None:
             self._profiler.shutdown()
-        if self._pages is not None:
-            self._pages.close()
+        self.memory.close()
         if self._features is not None:
             self._features.close()
         if self._updates is not None:
             self._updates.close()
-        self._runner = self._pages = self._weights = self._features = self._updates = None
+        self._runner = self._weights = self._features = self._updates = None
         device, self._device = self._device, None
         if device is None:
             gc.collect()
@@ -352,6 +350,10 @@ class Worker(NamesForExtensions, WorkerBase):
         return self._required(self._weights, "load_model")
 
     @property
+    def features(self) -> WorkerFeatures:
+        return self._required(self._features, "initialize_from_config")
+
+    @property
     def runner(self) -> ModelRunner:
         return self._required(self._runner, "initialize_from_config")
 
@@ -361,7 +363,8 @@ class Worker(NamesForExtensions, WorkerBase):
 
     @property
     def _services(self) -> WorkerServices:
-        return WorkerServices(self.config, self.device, self.weights.language_model, self.dtype.torch_dtype)
+        model = self.weights.language_model
+        return WorkerServices(self.config, self.device, model, self.dtype.torch_dtype, self.memory)
 
     @property
     def _spans(self) -> SpanLog | None:

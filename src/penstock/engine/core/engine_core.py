@@ -25,7 +25,7 @@ from penstock.errors import EngineDead, LifecycleError, PenstockError, WaitTimeo
 from penstock.executor import Executor, StepHandle
 from penstock.features.deployment import DeploymentFeatures
 from penstock.scheduler.feature import methods_of
-from penstock.scheduler.outputs import EngineCoreOutput, SchedulerStats
+from penstock.scheduler.outputs import RUNNING, EngineCoreOutput, SchedulerStats
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.worker.memory_plan import MemoryPlan
@@ -83,7 +83,13 @@ class EngineCore:
         made = make_scheduler(
             engine,
             lambda scheduler: SchedulerServices(
-                config, scheduler, lambda call: self._executor.collective_rpc(call), self._take_ends, self._call_soon
+                config,
+                scheduler,
+                lambda call: self._executor.collective_rpc(call),
+                self._take_ends,
+                self._call_soon,
+                lambda: self._are_workers_lost,
+                self._replace_lost,
             ),
             runs_ahead=self._runs_ahead,
         )
@@ -165,7 +171,8 @@ class EngineCore:
 
     def has_unfinished_requests(self) -> bool:
         """Whether the next step has work: an output is due, or lost workers are to be replaced."""
-        return self.scheduler.has_unfinished_requests() or self._has_lost_workers
+        is_due = bool(self._outputs or self._calls)
+        return is_due or self.scheduler.has_unfinished_requests() or self._has_lost_workers
 
     def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:
         self._admission_callback = callback
@@ -212,6 +219,9 @@ class EngineCore:
         """As `SchedulerServices.call_soon`."""
         self._calls.append(function)
         self.wake()
+        if not self.scheduler.has_unfinished_requests():
+            # The driver of a core without requests waits for that.
+            self._loss_callback()
 
     def _turn(self) -> None:
         """Execute step N+1, read step N, then sample the tokens of N+1: features' parts for it need the tokens of N.
@@ -243,6 +253,11 @@ class EngineCore:
             self._calls.popleft()()
         for before_step in self._before_step:
             before_step()
+        if self.scheduler.rest is not RUNNING:
+            for feature in self.scheduler.features:
+                feature.resting()
+            if self.scheduler.rest is not RUNNING:
+                return None
         if not self.scheduler.has_work():
             return None
         output = self.scheduler.schedule()
@@ -326,14 +341,16 @@ class EngineCore:
         engine = self._require_alive()
         effects, by_method = call.effects, self._features_by_method
         feature = by_method.get(call.method_name) if self._deployment is None else self._deployment.side_of(call)
+        for before_call in self._before_call:
+            before_call(call)
         if feature is not None:
             if self.scheduler.has_work() and not self.scheduler.has_unfinished_requests():
                 # Workers hold the state of requests until a step tells them that these have ended.
                 # `step` returns the list itself, so it must not be extended in place.
                 self._outputs = [*self.step(), *self._outputs]
             return feature.call(call)
-        for before_call in self._before_call:
-            before_call(call)
+        if self._are_workers_lost:
+            self._recover_lost()
         try:
             answers = engine.executor.collective_rpc(call)
         except WaitTimeout as error:
@@ -345,6 +362,8 @@ class EngineCore:
         keep_weight_change(call, [engine], lambda: engine.executor.collective_rpc(RpcCall("get_config"))[0])
         if effects.weights is WeightChange.NOW:
             self.reset_prefix_cache(reset_running_requests=True)
+        if self._deployment is not None:
+            self._deployment.call_done(call)
         return answers
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -419,8 +438,19 @@ class EngineCore:
         self.wake()
         self._loss_callback()
 
+    def _replace_lost(self, why: str | None) -> None:
+        """As `SchedulerServices.replace_lost_workers`."""
+        self._interrupted = self._interrupted or why
+        if self._are_workers_lost:
+            self._recover_lost()
+
     @property
     def _has_lost_workers(self) -> bool:
+        """Whether the next step replaces workers: a core that rests does so afterwards."""
+        return self.scheduler.rest is RUNNING and self._are_workers_lost
+
+    @property
+    def _are_workers_lost(self) -> bool:
         """Whether workers were lost, or must be replaced after an interrupted turn."""
         engine = self._engine
         return engine is not None and (self._interrupted is not None or engine.executor.has_lost_workers)

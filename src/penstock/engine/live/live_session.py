@@ -109,8 +109,7 @@ class _SessionState:
         return list(self._recent_steps)
 
     def why_not_ready(self) -> str | None:
-        status = self._dispatcher.core.status()
-        return "the cores are being replaced" if status.num_recovering == status.num_engines else None
+        return self._dispatcher.core.status().why_not_ready
 
     def started_at(self) -> float:
         return self._started_at

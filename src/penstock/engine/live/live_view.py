@@ -92,12 +92,14 @@ class LiveSeconds:
 class LiveCores:
     """Cores now. recovering: cores that are being replaced, or whose workers are.
 
-    stalled_s: longest time since a core with unfinished requests has computed a token.
+    stalled_s: longest time since a core with unfinished requests has computed a token. state: "running", or the state
+    of cores that rest, such as "sleeping (idle, level 1: weights, kv_cache)".
     """
 
     all: int = 0
     recovering: int = 0
     stalled_s: float = 0.0
+    state: str = "running"
 
 
 @dataclass(slots=True)
@@ -244,7 +246,8 @@ def sample_of(totals: RequestTotals, status: BrokerStatus | None, max_num_seqs: 
 
 def _cores_of(status: BrokerStatus) -> LiveCores:
     recovering = status.num_recovering + status.num_recovering_workers
-    return LiveCores(all=status.num_engines, recovering=recovering, stalled_s=status.stalled_s)
+    state = status.stats.state.name
+    return LiveCores(all=status.num_engines, recovering=recovering, stalled_s=status.stalled_s, state=state)
 
 
 def _step_of(core: int, step: StepRecord) -> LiveStep:

@@ -255,6 +255,8 @@ class CoreGroup:
                         why = "others have done {}, and it has not" if done else "{} took it too long"
                         engine.restart(f"is replaced, since {why.format(call.name)}")
             answers = results_of(calls)
+            if self._deployment is not None:
+                self._deployment.call_done(call)
         return answers if call.unique_reply_rank is None else [answers[call.unique_reply_rank]]
 
     def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:

@@ -45,7 +45,7 @@ from penstock.errors import (
 from penstock.executor.processes import describe_end, was_killed, where_to_look
 from penstock.executor.serialization import dumps
 from penstock.features.deployment import DeploymentFeatures
-from penstock.scheduler.outputs import NO_STATS, EngineCoreOutput, FinishReason
+from penstock.scheduler.outputs import NO_STATS, RUNNING, EngineCoreOutput, FinishReason
 
 logger = logging.getLogger(__name__)
 # Longest wait of `add_request` for the core's refusal.
@@ -240,6 +240,9 @@ class EngineSupervisor:
                     self._last_progress = time.monotonic()
                     self.steps.note(message.step_s, num_tokens, message.phase_s)
                 self.stats = message.stats
+            if message.stats is not None and message.stats.state != RUNNING:
+                # A core that rests does not hang.
+                self._last_progress = time.monotonic()
             self._recent_steps += message.recent_steps
             return self._handle_outputs(message.outputs)
         if isinstance(message, Answer):
@@ -324,10 +327,11 @@ class EngineSupervisor:
         self._failures.note_start()
         self._heartbeat = Heartbeat(self._step_timeout_s)
         if self.started is None:
+            # Its owner may have the state of an earlier one.
             self.started = started
-            return
-        self.num_restarts += 1
-        logger.info("%s goes on with %d requests", self._label, len(self.requests))
+        else:
+            self.num_restarts += 1
+            logger.info("%s goes on with %d requests", self._label, len(self.requests))
         calls_of_features = () if self._deployment is None else self._deployment.calls_of_new_core()
         for call in (*self.weight_calls, *calls_of_features):
             self.call("collective_rpc", call).is_awaited = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
+from penstock.contract.memory_tags import WEIGHTS
 from penstock.features.lora.recording import RecordedAdapter
 from penstock.features.lora.request import AdapterPart
 
@@ -40,5 +41,6 @@ FEATURE = Feature(
         "pin_lora",
         "list_loras",
     ),
+    memory_of_methods={"add_lora": (WEIGHTS,)},
     memory={"LoRA adapters": "penstock.features.lora.tables:adapter_bytes"},
 )

@@ -72,6 +72,11 @@ class AdapterTables:
         """Rows of an adapter in the table of the embedding; 0 without an embedding on this rank."""
         return 0 if self._embedding is None else self._layers[self._embedding].places[0].shape[1]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors of all tables."""
+        return [tensor for layer in self._layers for tensor in layer.adapters.tensors]
+
     def attach(self, model: nn.Module) -> None:
         """Apply the tables in a model of the same shape, such as one that replaces the present one."""
         by_name = _modules(model, self._config)

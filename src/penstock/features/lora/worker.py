@@ -6,8 +6,9 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torch import nn
+from torch import Tensor, nn
 
+from penstock.contract.memory_tags import WEIGHTS
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.features.lora.cache import AdapterCache
 from penstock.features.lora.checkpoint import read_adapter
@@ -39,6 +40,9 @@ class LoRAWorker(WorkerFeature):
     def replace_model(self, model: LanguageModel) -> None:
         assert isinstance(model, nn.Module), "the registry makes torch modules"
         self.tables.attach(model)
+
+    def tensors(self, tag: str) -> Sequence[Tensor]:
+        return self.tables.tensors if tag == WEIGHTS else ()
 
     def add_lora(self, request: LoRARequest) -> bool:
         """Load an adapter; False if there is one of its key, which `load_inplace` replaces.

@@ -235,10 +235,13 @@ class MediaScheduling(SchedulerFeature):
         self._dropped.clear()
         self.cache.clear()
 
+    def caches_dropped(self) -> None:
+        self._dropped += self.cache.clear()
+
     def before_call(self, call: RpcCall) -> None:
         """Have all features dropped, and encoded again, where workers drop them, or change the encoder."""
         if call.method_name == RESET or call.effects.weights is WeightChange.NOW:
-            self._dropped += self.cache.clear()
+            self.caches_dropped()
 
     def counts(self) -> Mapping[str, int]:
         cache = self.cache

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract import ArrayBytes, NewRequestData, SchedulerOutput, part_of
+from penstock.contract.memory_tags import KV_CACHE
 from penstock.device import Device
 from penstock.errors import ModelError
 from penstock.features.multimodal.item_ends import ItemEnds, rows_of
@@ -78,6 +79,10 @@ class MediaWorker(WorkerFeature):
         """Drop the features of all items; those that requests still need are computed again."""
         if self._features is not None:
             self._features.forget()
+
+    def drop(self, tag: str) -> None:
+        if tag == KV_CACHE:
+            self.reset_encoder_cache()
 
     def get_encoder_timing_stats(self) -> dict[str, float]:
         """Number of encoded items and of their rows, and seconds of the host that encoding took, since the start."""

@@ -21,6 +21,7 @@ from penstock.errors import (
     AdapterNotFound,
     ChatTemplateError,
     ContextTooLong,
+    EngineAsleep,
     EngineDead,
     InvalidRequest,
     LifecycleError,
@@ -153,6 +154,8 @@ def invalid_request(
     fields: names of the request's fields, of which one at the beginning of the text is the `param`.
     names: the client's names of parameters, by the engine's.
     """
+    if isinstance(error, EngineAsleep):
+        return ApiError(503, str(error), code="engine_asleep")
     if isinstance(error, AdapterNotFound):
         return ApiError(404, str(error), param="model", code="model_not_found")
     # Errors of serialisation have the path from the engine's request on.

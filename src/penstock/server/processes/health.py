@@ -67,9 +67,7 @@ class Health:
             return dead
         if status is None or self._broker.silent_s > _STALE_S:
             return "the broker is being started"
-        if status.num_recovering == status.num_engines:
-            return "the cores are being replaced"
-        return None
+        return status.why_not_ready
 
 
 class Drainage:
@@ -121,7 +119,11 @@ async def ready(http: Request) -> Response:
     status = state.status
     numbers: _State = {}
     if status is not None:
-        numbers = {"num_requests": status.num_requests, "num_queued_requests": status.num_queued_requests}
+        numbers = {
+            "state": status.stats.state.name,
+            "num_requests": status.num_requests,
+            "num_queued_requests": status.num_queued_requests,
+        }
     return _response(state.why_not_ready(), "ready", numbers)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel
 
@@ -32,6 +32,7 @@ _DESCRIPTIONS = {
     429: "Too many requests wait; Retry-After has the seconds to wait.",
     500: "The server or the request's generation failed.",
     503: "The engine does not serve.",
+    507: "There is not enough memory, or space on a disk.",
 }
 
 
@@ -188,6 +189,18 @@ class Version(BaseModel):
 
 class PrefixCacheReset(BaseModel):
     reset: bool
+
+
+class IsSleeping(BaseModel):
+    is_sleeping: bool
+
+
+class IsPaused(BaseModel):
+    is_paused: bool
+
+
+class PauseStatus(BaseModel):
+    status: Literal["paused", "resumed"]
 
 
 class ProfileStarted(BaseModel):
