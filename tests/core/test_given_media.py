@@ -5,12 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from penstock import LLM, RequestOutput, SamplingParams
+from penstock.contract import Parts
+from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, UnsupportedParameter
+from penstock.features.multimodal.messages import MediaItem, MediaPart, Run
+from penstock.media.item import FEATURES
 from penstock.media.processors.reading import read_processor
 from support.multimodal_models import PLACEHOLDERS, picture, save_multimodal, saved_tensor, words
 
@@ -58,6 +63,18 @@ def test_answers_equal_those_of_the_images(name: str, tmp_path: Path) -> None:
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
         for one, other in zip(output.outputs[0].logprobs or (), expected.outputs[0].logprobs or (), strict=True):
             assert all(abs(one[token].logprob - other[token].logprob) < 1e-4 for token in one)
+
+
+@pytest.mark.one_path(reason="nothing runs")
+@pytest.mark.parametrize(("modality", "name"), [("embeddings", "prompt_embeds"), ("image", "image_embeds")])
+def test_given_rows_are_named_where_logits_are_not_finite(modality: str, name: str) -> None:
+    rows = ArrayBytes.of(np.ones((1, 4), np.float32))
+    items = [
+        MediaItem(modality=kind, runs=(Run(start=start, length=1),), key=str(start), inputs={field: rows})
+        for start, (kind, field) in enumerate([("image", "pixel_values"), (modality, FEATURES)])
+    ]
+    assert Parts.of([MediaPart(items=items)]).given_values == name
+    assert Parts.of([MediaPart(items=items[:1])]).given_values is None
 
 
 @pytest.mark.one_path(reason="nothing runs")

@@ -227,6 +227,22 @@ def test_one_engine_takes_images_and_embeddings(tmp_path: Path) -> None:
         assert one.outputs[0].logprobs == other.outputs[0].logprobs
 
 
+def test_rows_that_are_too_large_end_their_own_request_only(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("gpt2"), tmp_path)
+    save_tokenizer(tmp_path)
+    rows, huge = embeddings(40, 64), embeddings(40, 64)
+    huge[20] = 3e38
+    prompts: list[Any] = [words(*range(10, 31)), {"prompt_embeds": rows}, {"prompt_embeds": rows[:21]}]
+    with LLM(str(tmp_path), **OPTIONS, max_num_batched_tokens=13) as llm:
+        alone = [answer(llm, [prompt])[0] for prompt in prompts]
+        for _ in range(2):
+            failed, *others = answer(llm, [{"prompt_embeds": huge}, *prompts])
+            assert failed.is_invalid
+            assert (failed.error or "").startswith("prompt_embeds may have values that are too large")
+            for one, other in zip(alone, others, strict=True):
+                assert one.outputs[0].logprobs == other.outputs[0].logprobs
+
+
 def test_what_needs_tokens_is_refused_by_name(llama: tuple[PreTrainedModel, Path]) -> None:
     rows, folder = embeddings(4, 64), str(llama[1])
     with LLM(folder, **OPTIONS) as llm:

@@ -30,7 +30,7 @@ FIELDS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_tokens": 5, "i
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
-    tiny_checkpoint(folder)
+    tiny_checkpoint(folder, "gpt2")
     save_tokenizer(folder)
     return folder
 
@@ -70,6 +70,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt_embeds": [SAVED[0], "AAAA"]}, "prompt_embeds[1]", "not a zip archive"),
     ({"prompt_embeds": SAVED[0], "prompt_logprobs": 1}, "prompt_logprobs", "not for prompts of embeddings"),
     ({"prompt_embeds": saved_tensor(torch.zeros(70, 64))}, "prompt_embeds", "1 to 64 rows"),
+    ({"prompt_embeds": saved_tensor(torch.full((4, 64), 3e38))}, "prompt_embeds", "values that are too large"),
 ]
 
 

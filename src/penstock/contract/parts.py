@@ -58,6 +58,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return True
 
     @property
+    def given_values(self) -> str | None:
+        """Name of the field with values that the model computes with as they are, such as embeddings; None without."""
+        return None
+
+    @property
     def source_length(self) -> int:
         """Positions of the encoder's output that the request's cross attention reads; 0 without any."""
         return 0
@@ -141,6 +146,11 @@ class Parts(dict[str, Part]):
     def have_prompt_ids(self) -> bool:
         """Whether the ids of the prompt's tokens say what they are."""
         return all(part.has_prompt_ids for part in self.values())
+
+    @property
+    def given_values(self) -> str | None:
+        """Name of a part's field with values that the model computes with as they are."""
+        return next((name for part in self.values() if (name := part.given_values) is not None), None)
 
     @property
     def source_length(self) -> int:

@@ -20,6 +20,10 @@ from penstock.scheduler.step import Step, void_rows_that_read_lost_blocks
 _RUNNING, _FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 # Maximum number of requests named in an error.
 _NUM_NAMED = 5
+_NOT_FINITE = (
+    "{} may have values that are too large: the model's logits for this request's next token have NaN or infinite "
+    "values. Other requests go on. Give rows of the size of the model's own."
+)
 
 
 class StepsInFlight:
@@ -225,6 +229,9 @@ class StepsInFlight:
         if request.req_id in results.errors:
             if request.req_id in results.not_finite_req_ids:
                 self._kv_cache.forget(request)
+                given = request.parts and request.parts.given_values
+                if given:
+                    return self._fail(request, _NOT_FINITE.format(given), FinishReason.INVALID)
             is_invalid = request.req_id in results.invalid_req_ids
             reason = FinishReason.INVALID if is_invalid else FinishReason.ERROR
             return self._fail(request, results.errors[request.req_id], reason)

@@ -9,6 +9,7 @@ import msgspec
 
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.parts import Part
+from penstock.media.item import FEATURES
 
 # Modality of items that are embeddings of a prompt's tokens.
 EMBEDDINGS = "embeddings"
@@ -107,6 +108,11 @@ class MediaPart(Part, frozen=True, kw_only=True):
     @property
     def has_prompt_ids(self) -> bool:
         return all(item.modality != EMBEDDINGS for item in self.items)
+
+    @property
+    def given_values(self) -> str | None:
+        given = next((item.modality for item in self.items if FEATURES in item.inputs), None)
+        return "prompt_embeds" if given == EMBEDDINGS else given and f"{given}_embeds"
 
 
 class ScheduledRows(msgspec.Struct, frozen=True, kw_only=True):
