@@ -85,7 +85,7 @@ def train(model: Path, *, num_steps: int, seed: int, **options: Any) -> list[dic
             bf16=False,
             seed=seed,
             max_steps=num_steps,
-            learning_rate=1e-3,
+            learning_rate=5e-4,
             lr_scheduler_type="constant",
             per_device_train_batch_size=32,
             num_generations=8,

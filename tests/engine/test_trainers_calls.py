@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
+import asyncio
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,11 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, AsyncEngine, EngineArgs, SamplingParams
 from penstock.engine.script_helpers import get_open_port
 from penstock.parallel.stateless_group import PyNcclCommunicator, StatelessProcessGroup
+from support.trained_models import old_and_new
 
-DEMO = Path(__file__).parents[2] / "src" / "penstock" / "assets" / "demo"
 GREEDY = SamplingParams(
     n=1, repetition_penalty=1.0, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, max_tokens=8, logprobs=0
 )
@@ -42,18 +43,7 @@ class Extension:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model in float32, and the same after some training."""
-    made = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
-    for seed, folder in enumerate(made):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(seed * 0.1 * parameter.std() * torch.randn_like(parameter))
-        model.save_pretrained(folder)
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            shutil.copy(DEMO / name, folder)
-    return made
+    return old_and_new(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +124,20 @@ def test_a_colocated_engine_has_each_steps_weights(
         assert answers(llm) == expected
 
 
+def test_a_colocated_engine_sleeps_between_steps(
+    colocated: Callable[..., LLM], trained: PreTrainedModel, expected: list[Any]
+) -> None:
+    llm = colocated(enable_sleep_mode=True)
+    llm.sleep(level=2)
+    for _ in range(2):
+        llm.wake_up(tags=["weights"])
+        send_by_parameter(llm, trained)
+        llm.reset_prefix_cache()  # while the KV cache sleeps
+        llm.wake_up(tags=["kv_cache"])
+        assert answers(llm) == expected
+        llm.sleep(level=2)
+
+
 def test_an_extension_of_the_worker_receives_and_loads_weights(
     folders: tuple[Path, Path], trained: PreTrainedModel, expected: list[Any]
 ) -> None:
@@ -162,3 +166,35 @@ def test_an_extension_of_the_worker_receives_and_loads_weights(
         sent.result()
         llm.reset_prefix_cache()
         assert answers(llm) == expected
+
+
+def test_an_asynchronous_engine_takes_the_calls_of_openrlhf_and_verl(folders: tuple[Path, Path]) -> None:
+    async def train() -> list[str]:
+        args = EngineArgs(str(folders[0]), enable_sleep_mode=True, num_threads=1, kv_cache_memory_bytes=8 << 20)
+        engine = AsyncEngine.from_engine_args(args)
+        try:
+            assert not await engine.is_sleeping()
+            running = asyncio.ensure_future(text_of(engine))
+            await engine.pause_generation(mode="keep")
+            await engine.reset_prefix_cache(reset_connector=True)
+            await engine.resume_generation()
+            texts = [await running]
+            await engine.wait_for_requests_to_drain()
+            await engine.pause_generation(wait_for_inflight_requests=False, clear_cache=True)
+            await engine.resume_generation()
+            await engine.sleep(level=1)
+            for tag in ("weights", "kv_cache"):
+                await engine.wake_up(tags=[tag])
+            return [*texts, await text_of(engine)]
+        finally:
+            engine.shutdown()
+
+    first, second = asyncio.run(train())
+    assert first == second
+
+
+async def text_of(engine: AsyncEngine) -> str:
+    text = ""
+    async for output in engine.generate({"prompt_token_ids": [5, 6, 7]}, GREEDY, request_id=uuid.uuid4().hex):
+        text = output.outputs[0].text
+    return text

@@ -116,9 +116,13 @@ def test_weights_are_announced_to_the_engine(served: Served, calls: WeightCalls)
     replies_of(served, "reset_prefix_cache")
 
 
-def test_the_asynchronous_client_sends_weights(served: Served, calls: WeightCalls) -> None:
+def test_the_asynchronous_client_pauses_sends_weights_and_resumes(served: Served, calls: WeightCalls) -> None:
+    replies_of(served, "async_pause")
+    assert served.request("GET", "/is_paused").json == {"is_paused": True}
     for call in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
         replies_of(served, f"async_{call}")
+    replies_of(served, "async_resume")
+    assert served.request("GET", "/is_paused").json == {"is_paused": False}
     assert [name for name, _ in calls.made] == [
         "init_weight_transfer_engine",
         "start_weight_update",
