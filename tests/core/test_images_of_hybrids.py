@@ -75,6 +75,7 @@ def write_mtp_layer(folder: Path, size: int) -> None:
 
 
 @pytest.mark.one_path(reason="runs engines with and without fast paths itself")
+@pytest.mark.slow
 def test_drafts_of_an_mtp_layer_after_images_change_no_bit(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     write_mtp_layer(tmp_path, model.config.text_config.hidden_size)
