@@ -47,6 +47,7 @@ TITLES = {
     "profiler": "Profiler",
     "live_view": "Live view",
     "expert_stats": "Routing statistics",
+    "weight_transfer": "Weight transfer",
 }
 # What has no flag of its own is in a dictionary.
 KEY_OF = "--speculative-config JSON"

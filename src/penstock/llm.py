@@ -27,6 +27,7 @@ from penstock.errors import UnsupportedFeature
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.request import LoRARequest
 from penstock.features.sleep.methods import SleepMethods
+from penstock.features.weight_transfer.methods import WeightTransfers
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(PoolingMethods, SleepMethods, WorkerCalls[list[Any]], RefusesMethods):
+class LLM(PoolingMethods, SleepMethods, WeightTransfers, WorkerCalls[list[Any]], RefusesMethods):
     """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.

@@ -32,6 +32,7 @@ REASONS = (
     "needs a Ray cluster",
     "needs a server",
     "asks at a terminal",
+    "needs a trainer",
 )
 # What pages call a model of the reader's own.
 MODEL_OF_ONES_OWN = "path/or/hub-id"

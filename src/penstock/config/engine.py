@@ -32,6 +32,7 @@ from penstock.config.scheduler import SchedulerConfig
 from penstock.config.sleep import SleepConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.config.structured import StructuredOutputsConfig
+from penstock.config.weight_transfer import WeightTransferConfig
 from penstock.errors import ConfigError, UnknownOption
 from penstock.system import env
 
@@ -69,6 +70,7 @@ class EngineConfig:
     live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
     expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
     sleep: SleepConfig = field(default_factory=SleepConfig)
+    weight_transfer: WeightTransferConfig = field(default_factory=WeightTransferConfig)
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
 
@@ -245,6 +247,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "live_view": LiveViewConfig,
     "expert_stats": ExpertStatsConfig,
     "sleep": SleepConfig,
+    "weight_transfer": WeightTransferConfig,
     "additional": AdditionalConfig,
 }
 

@@ -31,6 +31,7 @@ _BUILT_IN = (
     "penstock.features.hidden_states",
     "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
+    "penstock.features.weight_transfer",
     # The last one: workers that replace lost ones sleep once the others have brought back their state.
     "penstock.features.sleep",
 )

@@ -44,6 +44,7 @@ from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
 from penstock.features.sleep.methods import AsyncSleepMethods
+from penstock.features.weight_transfer.methods import AsyncWeightTransfers
 from penstock.observability.logging import configure_logging
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 from penstock.worker.capabilities import check_async_engine
@@ -55,7 +56,13 @@ if TYPE_CHECKING:
 _POLL_S = 0.005
 
 
-class AsyncEngine(AsyncAdapterMethods, AsyncSleepMethods, WorkerCalls[Coroutine[Any, Any, list[Any]]], RefusesMethods):
+class AsyncEngine(
+    AsyncAdapterMethods,
+    AsyncSleepMethods,
+    AsyncWeightTransfers,
+    WorkerCalls[Coroutine[Any, Any, list[Any]]],
+    RefusesMethods,
+):
     """A model whose outputs are streamed to coroutines; no event loop waits for its steps.
 
     model: "demo" (shipped), a folder, or a hub id. options: those of `LLM`.

@@ -22,13 +22,14 @@ from penstock.engine.worker_calls import WorkerCalls
 from penstock.features.lora.methods import AdapterMethods
 from penstock.features.lora.request import LoRARequest, parts_of_adapter
 from penstock.features.sleep.methods import SleepMethods
+from penstock.features.weight_transfer.methods import WeightTransfers
 from penstock.observability.logging import configure_logging
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLMEngine(AdapterMethods, SleepMethods, WorkerCalls[list[Any]], RefusesMethods):
+class LLMEngine(AdapterMethods, SleepMethods, WeightTransfers, WorkerCalls[list[Any]], RefusesMethods):
     """A model whose requests come and go between steps, which the caller runs one by one in its thread.
 
     config: of the engine. session: a running engine with this configuration; None starts one.

@@ -174,14 +174,15 @@ class OneDnnMethod(PackedMethod):
 
 
 class NativeMethod(PackedMethod):
-    """Penstock's C++ kernels."""
+    """Penstock's C++ kernels. memory: of a weight of the same form, to pack into; None for new memory."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__()
         self._kernels = kernels
+        self.memory: Tensor | None = None
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        return self._kernels.pack_weight(weight_OI)
+        return self._kernels.pack_weight(weight_OI, out=self.memory)
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         return self._kernels.unpack_weight(packed_OI, output_size)
@@ -205,7 +206,7 @@ class NativeBfloat16Method(NativeMethod):
     """Penstock's C++ kernels in bfloat16 arithmetic: x is rounded to bfloat16, products are added in float32."""
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        return self._kernels.pack_weight(weight_OI, bfloat16=self._kernels.bfloat16_layout)
+        return self._kernels.pack_weight(weight_OI, bfloat16=self._kernels.bfloat16_layout, out=self.memory)
 
 
 @dataclass(frozen=True, slots=True)

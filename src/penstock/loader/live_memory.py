@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.layers.attention import Attention
-from penstock.layers.linear import LinearLayer, PlainMethod
+from penstock.layers.linear import LinearLayer, LinearMethod, NativeMethod, PlainMethod
 from penstock.layers.tensors_of import tensors_of
 from penstock.models.causal_lm import CausalLM
 
@@ -59,6 +59,12 @@ class LiveMemory:
         assert tensor.dtype is dtype, f"{name} is {tensor.dtype}, not {dtype}"
         return tensor
 
+    def lend(self, layer: LinearLayer, method: LinearMethod) -> None:
+        """Let a layer's weight be packed where it belongs, if its method can do so."""
+        live = self._layers[id(layer)].method
+        if isinstance(method, NativeMethod) and type(live) is type(method):
+            method.memory = live.packed_OI
+
     def take(self, layer: LinearLayer) -> None:
         """Move a complete layer's weight to its place, and free the layer."""
         live = self._layers[id(layer)]
@@ -68,7 +74,8 @@ class LiveMemory:
                     kept.tensor.detach().copy_(made.tensor)
         else:
             self.moved = True
-            live.method, live.weight = layer.method, layer.weight
+            # The layer's own weight is memory that the next layer may get.
+            live.method, live.weight = layer.method, nn.Parameter(layer.weight.clone(), requires_grad=False)
             for own, other in zip(live.tied_to, layer.tied_to, strict=True):
                 own.weight, own.lookup = live.weight, other.lookup
         layer.method = PlainMethod()

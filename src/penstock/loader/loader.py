@@ -28,7 +28,7 @@ from penstock.loader.kv_cache_scales import CheckpointScales
 from penstock.loader.live_memory import LiveMemory
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
-from penstock.loader.quantized.assembly import OptionRounding, Piece, Rounding, assemble, linear_weights
+from penstock.loader.quantized.assembly import OptionRounding, Rounding, assemble, linear_weights, stays_float
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors, peek_safetensors
 from penstock.loader.sharded_state import find_sharded_files, state_slots
@@ -179,9 +179,8 @@ def _fill(
     scales = CheckpointScales(model, is_state=is_state)
     tensors = scales.take(tensors)
     if late:
-        choose = _stays_float if rounding is None else rounding.method
-        finished = None if memory is None else memory.take
-        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, choose, finished)
+        choose = stays_float if rounding is None else rounding.method
+        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, choose, memory)
     if source is not None and rounding is not None and not isinstance(rounding, OptionRounding):
         tensors = source.kept(tensors)
     if rounding is not None:
@@ -198,10 +197,6 @@ def _fill(
     choose_attention_arithmetic(model)
     model.check_loaded()
     _check_arithmetic(model, model_config)
-
-
-def _stays_float(layer: LinearLayer, pieces: list[Piece]) -> None:
-    """No method of a quantised weight (`assemble`)."""
 
 
 def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:

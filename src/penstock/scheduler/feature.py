@@ -15,7 +15,12 @@ if TYPE_CHECKING:
 
 
 class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
-    """Scheduler side of a feature. All methods are optional."""
+    """Scheduler side of a feature. All methods are optional.
+
+    has_own_parts: whether `parts_of_outputs` is called for results without parts, too.
+    """
+
+    has_own_parts = False
 
     def request_added(self, request: Request) -> None:  # noqa: B027
         """Note a new waiting request; the feature may change its parts, and call `wait_for` on it."""
@@ -71,7 +76,8 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, OutputPart]:
         """Return the feature's parts of a settled step's outputs, by request.
 
-        Called after `take_results`, where that is, and after `request_ended` for those that end with the step.
+        Called after `take_results`, where that is, and only there without `has_own_parts`; after `request_ended` for
+        those that end with the step.
         """
         return {}
 

@@ -96,6 +96,7 @@ class Scheduler:
         self._part_methods = methods_of(self.features, "part_of_step")
         self._result_methods = methods_of(self.features, "take_results")
         self._output_methods = methods_of(self.features, "parts_of_outputs")
+        self._own_output_methods = methods_of([one for one in self.features if one.has_own_parts], "parts_of_outputs")
         self._end_methods = methods_of(self.features, "request_ended")
         self._sampling_methods = methods_of(self.features, "sampling_part")
         self._chunks = Chunks(self.features)
@@ -310,10 +311,9 @@ class Scheduler:
                 take_results(scheduler_output, model_runner_output)
         self._num_computed_tokens += scheduler_output.total_num_scheduled_tokens
         outputs = self._in_flight.settle(scheduler_output, model_runner_output)
-        if has_parts:
-            for parts_of_outputs in self._output_methods:
-                parts = parts_of_outputs(outputs)
-                outputs = [with_part(output, parts.get(output.req_id)) for output in outputs] if parts else outputs
+        for parts_of_outputs in self._output_methods if has_parts else self._own_output_methods:
+            parts = parts_of_outputs(outputs)
+            outputs = [with_part(output, parts.get(output.req_id)) for output in outputs] if parts else outputs
         return outputs
 
     def note_time(self, scheduler_output: SchedulerOutput, seconds: float) -> None:

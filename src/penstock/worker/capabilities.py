@@ -367,11 +367,6 @@ class Missing:
 
 
 MISSING = (
-    Missing(
-        "weight transfer",
-        ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
-        "Save a checkpoint, and call reload_weights with its folder.",
-    ),
     Missing("saving tensorised models", ("save_tensorized_model",), "Use save_sharded_state."),
     Missing("KV transfer", ("get_kv_connector_handshake_metadata",), "Run prefill and decode in one engine."),
     Missing("elastic expert parallelism", ("elastic_ep_execute",), "Start the engine again with another size."),

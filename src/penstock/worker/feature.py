@@ -22,13 +22,15 @@ from penstock.runner.sampling.logits_transform import LogitsTransform
 from penstock.runner.slot_owner import SlotOwner
 from penstock.worker.memory_by_tag import MemoryByTag
 from penstock.worker.memory_plan import MemoryTerm
+from penstock.worker.weight_updates import WeightUpdates
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerServices:
     """Services of a worker for a feature.
 
-    dtype: of the model's activations. memory: the worker's, once it has a runner; None for a plan.
+    dtype: of the model's activations. memory: the worker's, once it has a runner; None for a plan. rank, updates: of a
+    worker that serves; reload_weights: its method of this name.
     """
 
     config: EngineConfig
@@ -36,6 +38,9 @@ class WorkerServices:
     model: LanguageModel
     dtype: torch.dtype
     memory: MemoryByTag | None = None
+    rank: int = 0
+    updates: WeightUpdates | None = None
+    reload_weights: Callable[[str], None] | None = None
 
     @property
     def num_slots(self) -> int:

@@ -24,7 +24,8 @@ class WeightUpdates:
     of an update that ended, None if it was in place.
 
     why_undefined: why no step may run; None while the weights are those of a checkpoint or of a complete update.
-    version: rises with every complete update; 0 for the weights of the start.
+    version: rises with every complete update; 0 for the weights of the start. is_pushed: whether tensors of an update
+    made it, not files.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class WeightUpdates:
         self._opened_itself = False
         self._last: WeightUpdate | None = None
         self.why_undefined: str | None = None
-        self.version = 0
+        self.version, self.is_pushed = 0, False
         self._waiting: Future[Any] | None = None
 
     def start(self, *, is_checkpoint_format: bool = True, is_atomic: bool | None = None) -> None:
@@ -48,6 +49,7 @@ class WeightUpdates:
                 "start_weight_update: a weight update is going on already. Call finish_weight_update first."
             )
         self.abandon()
+        self.forget_error()
         self._update, self._is_in_place = self._begin(is_checkpoint_format, is_atomic)
         self._opened_itself = False
 
@@ -89,7 +91,7 @@ class WeightUpdates:
             self._update = None
             raise
         self._last, self._update = update, None
-        self.why_undefined = None
+        self.why_undefined, self.is_pushed = None, True
         self.version = self.version + 1 if version is None else version
         return self.version
 
@@ -103,6 +105,11 @@ class WeightUpdates:
             self._note_failure(update, LifecycleError("The weight update was abandoned."))
         else:
             self.why_undefined = None
+
+    def forget_error(self) -> None:
+        """Forget how the last transfer ended."""
+        if self._waiting is not None and self._waiting.done():
+            self._waiting = None
 
     def close(self) -> None:
         """End the thread of an update that is going on."""
@@ -118,7 +125,7 @@ class WeightUpdates:
     def define(self, version: int | None = None) -> None:
         """Note that all weights were loaded in another way."""
         self.abandon()
-        self.why_undefined = None
+        self.why_undefined, self.is_pushed = None, False
         self.version = self.version + 1 if version is None else version
 
     @property

@@ -363,8 +363,9 @@ class Worker(NamesForExtensions, WorkerBase):
 
     @property
     def _services(self) -> WorkerServices:
-        model = self.weights.language_model
-        return WorkerServices(self.config, self.device, model, self.dtype.torch_dtype, self.memory)
+        dtype, updates = self.dtype.torch_dtype, self.updates
+        model, reload = self.weights.language_model, self.reload_weights
+        return WorkerServices(self.config, self.device, model, dtype, self.memory, self.rank, updates, reload)
 
     @property
     def _spans(self) -> SpanLog | None:

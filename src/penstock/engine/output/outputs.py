@@ -9,6 +9,7 @@ import msgspec
 from penstock.contract import ArrayBytes
 from penstock.features.hidden_states.messages import HiddenStates, OutputHiddenStates
 from penstock.features.lora.request import LoRARequest
+from penstock.features.weight_transfer.messages import WeightVersion
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 
 
@@ -56,6 +57,12 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     def hidden_states(self) -> HiddenStates | None:
         """Hidden states of its tokens; None unless they were requested and it has ended."""
         return self.parts.get(OutputHiddenStates.feature)
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights at its end, which rises with every update of a trainer; 0 for those of the start."""
+        version: int = self.parts.get(WeightVersion.feature, 0)
+        return version
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):

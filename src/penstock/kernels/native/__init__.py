@@ -131,10 +131,13 @@ class NativeKernels:
         """Whether the kernels support this tensor's device and dtype."""
         return tensor.dtype is torch.float32 and is_on_cpu(tensor)
 
-    def pack_weight(self, weight_OI: Tensor, *, bfloat16: Bfloat16Layout | None = None) -> Tensor:
+    def pack_weight(
+        self, weight_OI: Tensor, *, bfloat16: Bfloat16Layout | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """Pack a weight into panels: [O rounded up to whole panels, I], opaque. float32, bfloat16 or float16.
 
-        bfloat16: layout for products in bfloat16 arithmetic, of a bfloat16 weight with an even I: [.., I / 2].
+        bfloat16: layout for products in bfloat16 arithmetic, of a bfloat16 weight with an even I: [.., I / 2]. out:
+        memory of a packed weight of the same form.
         """
         weight_OI = weight_OI.contiguous()
         num_outputs, num_inputs = weight_OI.shape
@@ -146,8 +149,11 @@ class NativeKernels:
         if bfloat16 is Bfloat16Layout.TILES:
             width, stride = _TILE_PANEL, -(-num_inputs // _TILE_INPUTS) * _TILE_INPUTS // 2
         num_rows = -(-num_outputs // width) * width
-        memory = weight_memory(num_rows * stride * dtype.itemsize)
-        packed = memory.view(dtype).view(num_rows, stride)[:, :columns]
+        if out is not None and out.dtype is dtype and (*out.shape, out.stride(0)) == (num_rows, columns, stride):
+            packed = out
+        else:
+            memory = weight_memory(num_rows * stride * dtype.itemsize)
+            packed = memory.view(dtype).view(num_rows, stride)[:, :columns]
         self.module.pack_weight(self._index, weight_OI, num_outputs, *_inputs_and_type(packed), packed)
         return packed
 

@@ -29,6 +29,10 @@ class Piece:
 LayerMethod = Callable[[LinearLayer, list[Piece]], LinearMethod | None]
 
 
+def stays_float(layer: LinearLayer, pieces: list[Piece]) -> None:
+    """No method: all weights are kept in floating point."""
+
+
 class Rounding(Protocol):
     """Interface of quantisation at load. description: for logs. keeps_floats: layers compute with float weights."""
 
@@ -83,14 +87,42 @@ def assemble(
     device: torch.device,
     dtype: torch.dtype,
     choose: LayerMethod,
-    finished: Callable[[LinearLayer], None] | None = None,
+    places: Places | None = None,
 ) -> dict[str, WeightSlot]:
     """Return slots that collect the weights of these layers on a device, and quantise each when complete.
 
-    dtype: of weights that stay in floating point. finished: called with each layer whose weight is in its final form.
+    dtype: of weights that stay in floating point. places: where the weights belong; None leaves them in the layers.
     """
-    assemblies = {weight: _Assembly(layer, device, dtype, choose, finished) for weight, layer in layers.items()}
+    scratch = _Scratch(device)
+    assemblies = {weight: _Assembly(layer, scratch, dtype, choose, places) for weight, layer in layers.items()}
     return {name: _assembled(name, slot, assemblies) for name, slot in slots.items()}
+
+
+class Places(Protocol):
+    """Places of the weights of finished layers, such as a live model's."""
+
+    def lend(self, layer: LinearLayer, method: LinearMethod) -> None:
+        """Let a method pack the layer's weight where it belongs, if it can."""
+
+    def take(self, layer: LinearLayer) -> None:
+        """Take a finished layer's weight, and free the layer."""
+
+
+class _Scratch:
+    """Memory of incomplete weights, for one layer after the other."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+
+    def take(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory without values."""
+        spare = self._spare.pop((shape, dtype), None)
+        return torch.empty(shape, dtype=dtype, device=self._device) if spare is None else spare
+
+    def give_back(self, memory: Tensor) -> None:
+        """Note memory that nothing uses any more."""
+        self._spare[memory.shape, memory.dtype] = memory
 
 
 @dataclass(slots=True)
@@ -98,10 +130,10 @@ class _Assembly:
     """Incomplete weight of one layer: pieces by their first row."""
 
     layer: LinearLayer
-    device: torch.device
+    scratch: _Scratch
     dtype: torch.dtype
     choose: LayerMethod
-    finished: Callable[[LinearLayer], None] | None = None
+    places: Places | None = None
     pieces: dict[int, Piece] = field(default_factory=dict)
     missing: int = 0
     weight_OI: Tensor | None = None
@@ -112,13 +144,17 @@ class _Assembly:
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
         if self.weight_OI is None:
-            dtype = torch.int8 if tensor.dtype is torch.int8 else torch.float32
-            self.weight_OI = torch.empty(self.layer.weight.shape, dtype=dtype, device=self.device)
+            # A weight that is kept as it comes needs no wider one.
+            as_it_comes = self.choose is stays_float and tensor.dtype is self.dtype
+            dtype = torch.int8 if tensor.dtype is torch.int8 else self.dtype if as_it_comes else torch.float32
+            self.weight_OI = self.scratch.take(self.layer.weight.shape, dtype)
         self.weight_OI.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(tensor)
         self.missing -= target.numel()
         if self.missing == 0:
-            self._finish(self.weight_OI)
-            self.weight_OI = None
+            weight_OI, self.weight_OI = self.weight_OI, None
+            self._finish(weight_OI)
+            if self.places is not None:
+                self.scratch.give_back(weight_OI)
 
     def _finish(self, weight_OI: Tensor) -> None:
         pieces = [self.pieces[row] for row in sorted(self.pieces)]
@@ -135,9 +171,11 @@ class _Assembly:
                 self.layer.weight, self.layer.compute_dtype, arithmetic
             )
         self.layer.method = method
+        if self.places is not None:
+            self.places.lend(self.layer, method)
         method.process_weights_after_loading(self.layer)
-        if self.finished is not None:
-            self.finished(self.layer)
+        if self.places is not None:
+            self.places.take(self.layer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,79 @@
+"""Time of an update of a model's weights in place, beside a plain copy of the bytes, in turns.
+
+python -m benchmarks.weight_update [--shapes llama-60m qwen3-0.6b] [--quantization int8]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.peers.shapes import SHAPES
+from penstock.config import LoadConfig, ModelConfig
+from penstock.loader.live_memory import LiveMemory
+from penstock.loader.loader import build_model, load_model
+from penstock.loader.weight_update import WeightUpdate
+from penstock.parallel import ParallelState
+
+_CPU = torch.device("cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--shapes", nargs="+", default=["llama-60m", "qwen3-0.6b"])
+    parser.add_argument("--quantization")
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    for shape in asked.shapes:
+        for dtype in (torch.float32, torch.bfloat16):
+            _measure(shape, dtype, asked.quantization, asked.rounds)
+
+
+def _measure(shape: str, dtype: torch.dtype, quantization: str | None, rounds: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape].config))
+        config = ModelConfig.load(folder, quantization=quantization, quantization_calibration="none")
+    parallel = ParallelState()
+    dummy, load = LoadConfig(load_format="dummy"), LoadConfig(use_tqdm_on_load=False)
+    live = load_model(config, dummy, parallel, _CPU, torch.float32, dtype)
+    slots = build_model(config, parallel).checkpoint_slots()
+    given = {name: torch.randn(slot.shape).mul_(0.02).to(dtype) for name, slot in slots.items()}
+    copies = {name: torch.empty_like(tensor) for name, tensor in given.items()}
+    times: dict[str, list[float]] = {"copy": [], "update": []}
+    for _ in range(rounds + 1):
+        times["copy"].append(_timed_copy(given, copies))
+        begin = time.perf_counter()
+        memory = LiveMemory(live)
+        run = WeightUpdate(
+            lambda source, memory=memory: load_model(  # type: ignore[misc]
+                config, load, parallel, _CPU, torch.float32, dtype, source=source, memory=memory
+            ),
+            live,
+        )
+        run.take(given.items())
+        run.finish()
+        times["update"].append(time.perf_counter() - begin)
+    copy_s, update_s = (statistics.median(times[name][1:]) for name in ("copy", "update"))
+    num_bytes = sum(tensor.nbytes for tensor in given.values())
+    print(
+        f"{shape} {str(dtype).removeprefix('torch.')} {quantization or ''}: {num_bytes / 1e6:.0f} MB, copy "
+        f"{copy_s * 1e3:.0f} ms, update {update_s * 1e3:.0f} ms, ratio {update_s / copy_s:.2f}"
+    )
+
+
+def _timed_copy(given: dict[str, Tensor], copies: dict[str, Tensor]) -> float:
+    begin = time.perf_counter()
+    for name, tensor in given.items():
+        copies[name].copy_(tensor)
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Scheduler side of weight transfers: requests wait while weights are undefined, and go on with the new ones."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.config.weight_transfer import KEEP
+from penstock.contract import RpcCall
+from penstock.contract.parts import OutputPart
+from penstock.contract.rpc import WeightChange
+from penstock.errors import PenstockError
+from penstock.features.weight_transfer.messages import WeightVersion
+from penstock.features.weight_transfer.state import RankStatus, WeightsState
+from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
+
+logger = logging.getLogger(__name__)
+# Reason for which a request waits.
+_WEIGHTS = "new weights, since those of the engine are undefined"
+# Interval at which workers are asked whether their weights are defined again.
+_POLL_S = 0.05
+
+
+class WeightTransferScheduling(SchedulerFeature):
+    """Calls the workers of one core, and follows the state of their weights."""
+
+    has_own_parts = True
+
+    def __init__(self, services: SchedulerServices) -> None:
+        self._services, self._scheduler = services, services.scheduler
+        self._config = services.config.weight_transfer
+        self._state = WeightsState()
+        self._why_undefined: str | None = None
+        self._asked_at = 0.0
+        # Whether a call may have changed the weights since the workers were asked.
+        self._must_ask = False
+        if self._config.backend is not None:
+            then = (
+                f"written to {self._config.recovery_dir} (two copies at most), and loaded again"
+                if self._config.recovery == KEEP
+                else "lost, and requests wait for the next update"
+            )
+            logger.info(
+                "Weight transfer: %s; after a crash the weights of a trainer are %s", self._config.backend, then
+            )
+
+    def skips(self, request: Request) -> str | None:
+        return None if self._why_undefined is None else _WEIGHTS
+
+    def before_step(self) -> None:
+        if self._must_ask:
+            self._must_ask = False
+            self._ask("weight_update_status")
+        elif self._why_undefined is not None and time.monotonic() >= self._asked_at + _POLL_S:
+            self._ask("weight_update_status")
+
+    def before_call(self, call: RpcCall) -> None:
+        if call.effects.weights is WeightChange.NOW:
+            self._must_ask = True
+
+    def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, OutputPart]:
+        version = self._state.version
+        if not version:
+            return {}
+        part = WeightVersion(version=version)
+        return {output.req_id: part for output in outputs if output.finish_reason is not None}
+
+    def workers_ready(self) -> None:
+        if self._state.is_pushed:
+            self.restore(self._state)
+
+    # Calls of the deployment's side.
+
+    def call(self, call: RpcCall) -> list[Any]:
+        if call.method_name == "restore":
+            return self.restore(*call.args)
+        return self._ask(call.method_name, *call.args)
+
+    def restore(self, state: WeightsState) -> list[RankStatus]:
+        """Give new workers the newest complete weights; without them requests wait for the next update."""
+        self._state = state
+        return self._ask("restore_weights_after_loss", state.version, state.folder)
+
+    def _ask(self, method: str, *args: Any) -> list[RankStatus]:
+        """Call the workers, and note the state of their weights."""
+        self._asked_at = time.monotonic()
+        try:
+            statuses: list[RankStatus] = self._services.call_workers(RpcCall(method, args))
+        except PenstockError:
+            if method != "weight_update_status":
+                self._note(self._services.call_workers(RpcCall("weight_update_status")))
+            raise
+        self._note(statuses)
+        return statuses
+
+    def _note(self, statuses: Sequence[RankStatus]) -> None:
+        why = next((status.why_undefined for status in statuses if status.why_undefined is not None), None)
+        version = min(status.version for status in statuses)
+        is_new = version != self._state.version and all(status.why_undefined is None for status in statuses)
+        if (why is not None and self._why_undefined is None) or is_new:
+            # Running requests go on from their tokens, with the new weights.
+            self._scheduler.reset_prefix_cache(reset_running_requests=True)
+        if is_new:
+            self._state = WeightsState(version, is_pushed=statuses[0].is_pushed, folder=statuses[0].folder)
+        was_undefined, self._why_undefined = self._why_undefined is not None, why
+        if was_undefined and why is None:
+            for request in self._scheduler.waiting_for(_WEIGHTS):
+                self._scheduler.ready(request.req_id, _WEIGHTS)

@@ -1,0 +1,144 @@
+"""Requests of a core whose weights are undefined, and of one whose workers are lost after an update."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from penstock.contract import RpcCall
+from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import CheckpointError
+from penstock.features.weight_transfer.state import RankStatus
+from support.checkpoints import tiny_checkpoint
+from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+
+PROMPTS = random_prompts([5, 21], 97)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    made = [tmp_path_factory.mktemp(name) for name in ("old", "new")]
+    for seed, folder in enumerate(made):
+        tiny_checkpoint(folder, seed=seed)
+    return made[0], made[1]
+
+
+@pytest.fixture(scope="module")
+def expected(folders: tuple[Path, Path]) -> list[list[list[int]]]:
+    made = []
+    for folder in folders:
+        core = make_core(folder)
+        made.append(tokens(core))
+        core.close()
+    return made
+
+
+def tokens(core: EngineCore) -> list[list[int]]:
+    return [result.tokens for result in run(core, PROMPTS, greedy(10))]
+
+
+def call(core: EngineCore, method: str, *args: Any) -> RankStatus:
+    status: RankStatus = core.collective_rpc(RpcCall(method, args))[0]
+    return status
+
+
+def update(core: EngineCore, folder: Path, *, is_finished: bool = True) -> None:
+    call(core, "start_weight_update")
+    call(core, "update_weights", {"path": str(folder)})
+    if is_finished:
+        call(core, "finish_weight_update")
+
+
+def with_trainer(folder: Path, **transfer: Any) -> EngineCore:
+    return make_core(folder, weight_transfer_config={"backend": "files", **transfer})
+
+
+def _fail_next_step(worker: Any) -> None:
+    def fail(output: object) -> None:
+        raise RuntimeError("the worker is gone")
+
+    worker.execute_model = fail
+
+
+def test_requests_wait_while_weights_are_undefined_and_go_on_with_the_new_ones(
+    folders: tuple[Path, Path], expected: list[list[list[int]]]
+) -> None:
+    core = with_trainer(folders[0])
+    results = {f"r{index}": Result() for index in range(len(PROMPTS))}
+    for index, prompt in enumerate(PROMPTS):
+        add(core, f"r{index}", prompt, greedy(20))
+    for _ in range(4):
+        for output in core.step():
+            results[output.req_id].take(output)
+    known = {req_id: len(result.tokens) for req_id, result in results.items()}
+    update(core, folders[1], is_finished=False)
+    for _ in range(10):
+        assert core.step() == []
+    assert core.scheduler.num_running == 0
+    call(core, "finish_weight_update")
+    finish(core, results)
+    assert all(len(result.tokens) == 20 > known[req_id] for req_id, result in results.items())
+    assert tokens(core) == expected[1]
+    core.close()
+
+
+def test_a_failed_update_is_ended_by_the_next_one(
+    folders: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    content = load_file(folders[1] / "model.safetensors")
+    del content["model.norm.weight"]
+    save_file(content, tmp_path / "part.safetensors")
+    core = with_trainer(folders[0])
+    call(core, "start_weight_update")
+    call(core, "update_weights", {"paths": [str(tmp_path / "part.safetensors")]})
+    with pytest.raises(CheckpointError, match=r"1 missing: model\.norm\.weight"):
+        call(core, "finish_weight_update")
+    assert "replaced 20 tensors" in str(call(core, "weight_update_status").why_undefined)
+    add(core, "waits", PROMPTS[0], greedy(4))
+    assert core.step() == []
+    core.abort_requests(["waits"])
+    update(core, folders[1])
+    assert tokens(core) == expected[1]
+    core.close()
+
+
+def test_a_worker_that_is_replaced_has_the_kept_weights(
+    folders: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    core = with_trainer(folders[0], recovery="keep", recovery_dir=str(tmp_path))
+    core.collective_rpc(RpcCall(_fail_next_step))
+    assert tokens(core) == expected[0]
+    for number in (1, 0, 1):
+        update(core, folders[number])
+    assert len(list(tmp_path.glob("engine-0/version-*"))) == 1
+    update(core, folders[0], is_finished=False)
+    core.collective_rpc(RpcCall(_fail_next_step))
+    call(core, "finish_weight_update")
+    core.collective_rpc(RpcCall(_fail_next_step))
+    assert tokens(core) == expected[0]
+    assert call(core, "weight_update_status").version == 4
+    core.close()
+
+
+def test_without_kept_weights_requests_wait_for_the_next_update(
+    folders: tuple[Path, Path], expected: list[list[list[int]]]
+) -> None:
+    core = with_trainer(folders[0])
+    update(core, folders[1])
+    core.collective_rpc(RpcCall(_fail_next_step))
+    results = {"r": Result()}
+    add(core, "r", PROMPTS[0], greedy(10))
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        assert core.step() == []
+    assert "weights of version 1 with it" in str(call(core, "weight_update_status").why_undefined)
+    update(core, folders[1])
+    finish(core, results)
+    assert results["r"].tokens == expected[1][0]
+    core.close()
