@@ -80,7 +80,11 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "minicpm3": _LATENT,
     "youtu": _LATENT,
     "longcat_flash": {**_LATENT, "head_dim": 8, "ffn_hidden_size": 112, "expert_ffn_hidden_size": 48, "moe_topk": 2},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "attention_window_size": 9},
+    "recurrent_gemma": {
+        "block_types": ["recurrent", "attention"],
+        "attention_window_size": 9,
+        "logits_soft_cap": 2.0,
+    },
     "roc_bert": {"pronunciation_embed_dim": 16, "shape_embed_dim": 16, "pronunciation_vocab_size": 97},
     "sarvam_mla": _LATENT,
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "n_mamba_heads": 8, "adapter_rank": 16},
