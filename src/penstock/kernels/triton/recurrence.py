@@ -354,7 +354,8 @@ def _scan(
         mixed_T_ptr = mixed_ptr + token * mixed_stride
         gates_T_ptr = gates_ptr + token * gates_stride
         of_group_N = (head // HEADS_PER_GROUP) * KEY_SIZE + key_N
-        key_row_N = query_N = tl.where(mask_N, 1.0, 0.0)
+        key_row_N = tl.where(mask_N, 1.0, 0.0)
+        query_N = key_row_N
         if KEYS_AT >= 0:
             key_row_N = tl.load(mixed_T_ptr + KEYS_AT + of_group_N, mask=mask_N, other=0.0).to(tl.float32)
         if QUERIES_AT >= 0:
