@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from penstock import LLM, RequestOutput, SamplingParams
 from penstock.errors import ConfigError, ContextTooLong, InvalidRequest, UnsupportedParameter
 from support.checkpoints import save_checkpoint, tiny_model
-from support.engines import bytes_of_blocks
+from support.engines import bytes_of_blocks, random_prompts
 from support.multimodal_models import picture, save_multimodal, save_tokenizer, saved_tensor, words
 from support.transformers_models import FAMILIES, save_for_fallback, tiny_transformers_model
 
@@ -143,6 +143,30 @@ def test_embeddings_of_tokens_answer_as_the_tokens(llama: tuple[PreTrainedModel,
     assert by_rows.prompt_token_ids == [0] * len(ids)
     for output in (by_rows, by_array, by_batch, saved):
         assert output.outputs[0].logprobs == by_ids.outputs[0].logprobs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"pipeline_parallel_size": 2}, marks=pytest.mark.slow)],
+    ids=["one worker", "two stages"],
+)
+@pytest.mark.parametrize("family", ["zamba2", "recurrent_gemma"])
+@pytest.mark.each_value_quick
+def test_hybrid_models_answer_embeddings_of_tokens_as_the_tokens(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = tiny_model(family)
+    save_checkpoint(oracle, tmp_path)
+    save_tokenizer(tmp_path)
+    prompts = random_prompts((20, 7), oracle.config.vocab_size)
+    rows = [oracle.get_input_embeddings()(torch.tensor(ids)).detach() for ids in prompts]
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        by_ids = answer(llm, [{"prompt_token_ids": ids} for ids in prompts])
+    with LLM(str(tmp_path), **OPTIONS, **options, max_num_batched_tokens=13) as llm:
+        # The second time from snapshots.
+        for _ in range(2):
+            for output, expected in zip(answer(llm, as_prompts(rows)), by_ids, strict=True):
+                assert output.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

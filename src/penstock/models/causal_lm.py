@@ -41,13 +41,13 @@ class CausalLM(nn.Module, ABC):
     ignorable: regular expressions for checkpoint tensors that the model has no slot for.
     features: modules of the features that the model needs (`contract.feature`).
     notes_layers: whether it passes the input of each layer to `ForwardContext.note_hidden`.
-    is_first: whether it has the first layer, on the first pipeline stage.
+    embeds_tokens: whether it computes embeddings of tokens: on the first pipeline stage, or on all.
     """
 
     ignorable: ClassVar[tuple[str, ...]] = ()
     features: Sequence[str] = ()
     notes_layers: ClassVar[bool] = False
-    is_first: bool = True
+    embeds_tokens: bool = True
 
     @abstractmethod
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
@@ -85,7 +85,7 @@ class CausalLM(nn.Module, ABC):
         return {}
 
     def take_embeddings(self) -> int:
-        """Let embeddings that requests give replace those of tokens, on the first stage; returns their size.
+        """Let embeddings that requests give replace those of tokens, where it `embeds_tokens`; returns their size.
 
         Raises UnsupportedModel for a model that does not say which module has the embeddings.
         """

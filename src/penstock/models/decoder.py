@@ -421,7 +421,7 @@ class DecoderForCausalLM(CausalLM):
         super().__init__()
         self.config = config
         self.model = model
-        self.is_first = model.is_first
+        self.embeds_tokens = model.is_first or model.gives_embeddings
         # A stage with the embedding of a tied head keeps it in the head's layout, so that rows are the same.
         has_head = model.is_last or (model.has_embedding and config.tie_word_embeddings)
         self.lm_head = _head(config, parallel, model) if has_head else elsewhere()

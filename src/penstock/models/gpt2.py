@@ -168,17 +168,17 @@ class GPT2LMHeadModel(CausalLM):
         super().__init__()
         self.config = config = GPT2Config.read(ConfigFields(model_config))
         self._stage = stage = layers_of_stage(config.num_layers, parallel)
-        self.is_first, self.is_last = stage.start == 0, stage.stop == config.num_layers
-        has_embedding = self.is_first or (self.is_last and config.tie_word_embeddings)
+        self.embeds_tokens, self.is_last = stage.start == 0, stage.stop == config.num_layers
+        has_embedding = self.embeds_tokens or (self.is_last and config.tie_word_embeddings)
         self.wte = _embedding(config.vocab_size, config, parallel) if has_embedding else elsewhere()
         # Position embeddings are replicated on all ranks of the first stage.
-        self.wpe = _embedding(config.num_positions, config, ParallelState()) if self.is_first else elsewhere()
+        self.wpe = _embedding(config.num_positions, config, ParallelState()) if self.embeds_tokens else elsewhere()
         self.layers = nn.ModuleList(
             GPT2Layer(config, index, parallel) if index in stage else Elsewhere() for index in range(config.num_layers)
         )
         self.ln_f = LayerNorm(config.hidden_size, config.norm_eps) if self.is_last else elsewhere()
         # A stage with the embedding of a tied head keeps it in the head's layout, so that rows are the same.
-        has_head = self.is_last or (self.is_first and config.tie_word_embeddings)
+        has_head = self.is_last or (self.embeds_tokens and config.tie_word_embeddings)
         self.lm_head = _head(config, parallel, self.wte) if has_head else elsewhere()
 
     def forward(
@@ -225,7 +225,7 @@ class GPT2LMHeadModel(CausalLM):
 
     def _first_hidden(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         """Embeddings; on later stages, whose real steps receive hidden states, zeros for a dummy step."""
-        if self.is_first:
+        if self.embeds_tokens:
             tokens_TD, positions_TD = self.wte(input_ids_T, context), self.wpe(positions_T, context)
             return tokens_TD.add_(positions_TD)  # type: ignore[no-any-return]
         weight = next(self.layers[self._stage.start].parameters())

@@ -110,6 +110,7 @@ class RecurrentGemmaForCausalLM(DecoderForCausalLM):
         # The factor is rounded, whatever the dtype of the embeddings.
         scale = float(torch.tensor(config.hidden_size**0.5, dtype=torch.bfloat16, device="cpu"))
         embed_tokens = ScaledVocabEmbedding(config.vocab_size, config.hidden_size, scale=scale, parallel=parallel)
+        embed_tokens.scales_given = True
         super().__init__(config, parallel, DecoderModel(config, parallel, layer, embed_tokens=embed_tokens))
         self.layer_kinds = kinds
         self._soft_cap = fields.number("logits_soft_cap", default=30.0)

@@ -45,7 +45,7 @@ class MediaWorker(WorkerFeature):
         self._features: MediaFeatures | None = None
         assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
         encoder = encoder_of(model)
-        if encoder is not None or (config.enable_prompt_embeds and model.is_first):
+        if encoder is not None or (config.enable_prompt_embeds and model.embeds_tokens):
             size = model.take_embeddings()
             self._features = MediaFeatures(services.device, encoder, size, config.vocab_size, services.dtype)
             self._owners.append(self._features)

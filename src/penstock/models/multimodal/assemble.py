@@ -50,7 +50,7 @@ class WithEncoder(CausalLM):
     def __init__(self, model_config: ModelConfig, parallel: ParallelState) -> None:
         super().__init__(model_config, parallel)
         checkpoint, self.encoder = model_config.multimodal, None
-        if checkpoint is None or not model_config.media_limits or not self.is_first:
+        if checkpoint is None or not model_config.media_limits or not self.embeds_tokens:
             return
         self.encoder = _make_encoder(checkpoint)
         self.take_embeddings()
