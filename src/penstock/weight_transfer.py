@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,29 @@ def announced(tensors: Sequence[tuple[str, Tensor]]) -> dict[str, Any]:
 
 
 def trainer_init(
-    init_info: Mapping[str, Any], device: torch.device | str = "cpu", timeout_s: float = JOIN_TIMEOUT_S
+    init_info: Mapping[str, Any], device: torch.device | str | None = None, timeout_s: float = JOIN_TIMEOUT_S
 ) -> PyNcclCommunicator:
-    """Join the group of `init_weight_transfer_engine` as the trainer; returns when all workers are there."""
+    """Join the group of `init_weight_transfer_engine` as the trainer; returns when all workers are there.
+
+    device: of the trainer's tensors; None for the current CUDA device, or else the CPU.
+    """
+    if device is None:
+        has_cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
     return join(init_info, 0, device, timeout_s)
 
 
 def send_weights(group: PyNcclCommunicator, tensors: NamedTensors, packed: bool = True) -> None:
     """Send tensors to the workers, which receive the same by `update_weights`. packed: several per bucket."""
     send(group, (tensor for _, tensor in tensors), packed=packed)
+
+
+def packed_nccl_broadcast_producer(
+    iterator: Iterable[Any], group: PyNcclCommunicator, src: int, post_iter_func: Callable[[Any], Tensor], **_: Any
+) -> None:
+    """As `send_weights`, by vLLM's name. post_iter_func: tensor of an item of the iterator."""
+    assert src == 0, "the trainer is rank 0"
+    send(group, map(post_iter_func, iterator))
 
 
 class GroupSender:

@@ -9,16 +9,13 @@ import logging
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from penstock.system import env
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
-
-    from penstock.parallel.stateless_group import PyNcclCommunicator
 
 
 # Values of variables of vLLM's; those without a meaning here have its default.
@@ -115,23 +112,3 @@ def resolve_chat_template(
         return chat_template
     template: str = tokenizer.get_chat_template(chat_template, tools)
     return template
-
-
-def trainer_init(init_info: Mapping[str, Any] | Any) -> PyNcclCommunicator:
-    """Trainer's side of the group that carries weights to an engine, whose workers join by the same `init_info`."""
-    import torch
-
-    from penstock.parallel.weight_stream import join
-
-    info = init_info if isinstance(init_info, Mapping) else vars(init_info)
-    return join(info, 0, torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu")
-
-
-def packed_nccl_broadcast_producer(
-    iterator: Iterable[Any], group: PyNcclCommunicator, src: int, post_iter_func: Callable[[Any], Tensor], **_: Any
-) -> None:
-    """Send weights to the workers of a group of `trainer_init`. post_iter_func: tensor of an item of the iterator."""
-    from penstock.parallel.weight_stream import send
-
-    assert src == 0, "the trainer is rank 0"
-    send(group, map(post_iter_func, iterator))

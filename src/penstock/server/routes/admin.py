@@ -75,7 +75,7 @@ def _as_vllms(model: ServedModel) -> dict[str, Any]:
             "logprobs_mode": config.sampling.logprobs_mode,
             "max_logprobs": config.sampling.max_logprobs,
         },
-        "weight_transfer_config": None,
+        "weight_transfer_config": config.weight_transfer.weight_transfer_config,
     }
 
 

@@ -41,7 +41,7 @@ async def get_world_size(http: Request) -> Response:
 async def init_weight_transfer_engine(request: InitTransferRequest, http: Request) -> Response:
     """Let the workers join the trainer's group; answers when all ranks are there."""
     with _refusals():
-        await _engine(http).init_weight_transfer_engine({"init_info": request.init_info})
+        await served_model(http).engine.init_weight_transfer_engine({"init_info": request.init_info})
     return json_response({"message": "Weight transfer initialized"})
 
 
@@ -50,7 +50,7 @@ async def start_weight_update(http: Request, request: StartUpdateRequest | None 
     """Begin an update, whose tensors `/update_weights` announces."""
     asked = request or StartUpdateRequest()
     with _refusals():
-        await _engine(http).start_weight_update(is_checkpoint_format=asked.is_checkpoint_format)
+        await served_model(http).engine.start_weight_update(is_checkpoint_format=asked.is_checkpoint_format)
     return json_response({"message": "Weight update started"})
 
 
@@ -58,7 +58,7 @@ async def start_weight_update(http: Request, request: StartUpdateRequest | None 
 async def update_weights(request: UpdateRequest, http: Request) -> Response:
     """Receive the announced tensors; answers when the workers have them."""
     with _refusals():
-        await _engine(http).update_weights({"update_info": request.update_info})
+        await served_model(http).engine.update_weights({"update_info": request.update_info})
     return json_response({"message": "Weights updated"})
 
 
@@ -67,12 +67,8 @@ async def finish_weight_update(http: Request, request: FinishUpdateRequest | Non
     """End an update: the engine runs with the new weights."""
     version = None if request is None else request.weight_version
     with _refusals():
-        await _engine(http).finish_weight_update(version)
+        await served_model(http).engine.finish_weight_update(version)
     return json_response({"message": "Weight update finished"})
-
-
-def _engine(http: Request) -> Any:
-    return served_model(http).engine
 
 
 @contextmanager
