@@ -19,7 +19,9 @@ from benchmarks.peers.shapes import SHAPES
 from penstock.config import LoadConfig, ModelConfig
 from penstock.loader.live_memory import LiveMemory
 from penstock.loader.loader import build_model, load_model
+from penstock.loader.weight_source import WeightSource
 from penstock.loader.weight_update import WeightUpdate
+from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
 
 _CPU = torch.device("cpu")
@@ -40,32 +42,36 @@ def _measure(shape: str, dtype: torch.dtype, quantization: str | None, rounds: i
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[shape].config))
         config = ModelConfig.load(folder, quantization=quantization, quantization_calibration="none")
-    parallel = ParallelState()
-    dummy, load = LoadConfig(load_format="dummy"), LoadConfig(use_tqdm_on_load=False)
-    live = load_model(config, dummy, parallel, _CPU, torch.float32, dtype)
+        copy_s, update_s, num_bytes = _times(config, dtype, rounds)
+    print(
+        f"{shape} {str(dtype).removeprefix('torch.')} {quantization or ''}: {num_bytes / 1e6:.0f} MB, copy "
+        f"{copy_s * 1e3:.0f} ms, update {update_s * 1e3:.0f} ms, ratio {update_s / copy_s:.2f}",
+        flush=True,
+    )
+
+
+def _times(config: ModelConfig, dtype: torch.dtype, rounds: int) -> tuple[float, float, int]:
+    """Median seconds of a copy and of an update, and the bytes of the weights."""
+    parallel, load = ParallelState(), LoadConfig(use_tqdm_on_load=False)
+    live = load_model(config, LoadConfig(load_format="dummy"), parallel, _CPU, torch.float32, dtype)
     slots = build_model(config, parallel).checkpoint_slots()
     given = {name: torch.randn(slot.shape).mul_(0.02).to(dtype) for name, slot in slots.items()}
-    copies = {name: torch.empty_like(tensor) for name, tensor in given.items()}
+    copies = {name: torch.zeros_like(tensor) for name, tensor in given.items()}
+
+    def run_loader(source: WeightSource) -> CausalLM:
+        memory = LiveMemory(live)
+        return load_model(config, load, parallel, _CPU, torch.float32, dtype, source=source, memory=memory)
+
     times: dict[str, list[float]] = {"copy": [], "update": []}
-    for _ in range(rounds + 1):
+    for _ in range(rounds):
         times["copy"].append(_timed_copy(given, copies))
         begin = time.perf_counter()
-        memory = LiveMemory(live)
-        run = WeightUpdate(
-            lambda source, memory=memory: load_model(  # type: ignore[misc]
-                config, load, parallel, _CPU, torch.float32, dtype, source=source, memory=memory
-            ),
-            live,
-        )
+        run = WeightUpdate(run_loader, live)
         run.take(given.items())
         run.finish()
         times["update"].append(time.perf_counter() - begin)
-    copy_s, update_s = (statistics.median(times[name][1:]) for name in ("copy", "update"))
-    num_bytes = sum(tensor.nbytes for tensor in given.values())
-    print(
-        f"{shape} {str(dtype).removeprefix('torch.')} {quantization or ''}: {num_bytes / 1e6:.0f} MB, copy "
-        f"{copy_s * 1e3:.0f} ms, update {update_s * 1e3:.0f} ms, ratio {update_s / copy_s:.2f}"
-    )
+    copy_s, update_s = (statistics.median(times[name]) for name in ("copy", "update"))
+    return copy_s, update_s, sum(tensor.nbytes for tensor in given.values())
 
 
 def _timed_copy(given: dict[str, Tensor], copies: dict[str, Tensor]) -> float:

@@ -143,9 +143,13 @@ class _Assembly:
         self.missing += slot.target.numel()
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
+        # A weight that is kept as it comes needs no wider one, and none at all beside its place if it comes whole.
+        as_it_comes = self.choose is stays_float and tensor.dtype is self.dtype
+        if as_it_comes and self.places is not None and target.shape == self.layer.weight.shape == tensor.shape:
+            self.missing = 0
+            self._finish(tensor)
+            return
         if self.weight_OI is None:
-            # A weight that is kept as it comes needs no wider one.
-            as_it_comes = self.choose is stays_float and tensor.dtype is self.dtype
             dtype = torch.int8 if tensor.dtype is torch.int8 else self.dtype if as_it_comes else torch.float32
             self.weight_OI = self.scratch.take(self.layer.weight.shape, dtype)
         self.weight_OI.as_strided(target.shape, target.stride(), target.storage_offset()).copy_(tensor)
