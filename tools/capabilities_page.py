@@ -74,9 +74,6 @@ ELSEWHERE = {
     "quantised checkpoints of models that run through Transformers": (
         "tests/models/test_transformers_refusals.py::test_a_quantized_model_is_refused"
     ),
-    "`save_sharded_state` of quantised weights": (
-        "tests/loader/test_quantized_checkpoints.py::test_an_engine_serves_it_and_reloads_it"
-    ),
     "the drafter `mtp` for a model without MTP layers, and drafters of other sizes or tokens than the model's": (
         "tests/worker/test_drafter.py::test_what_cannot_draft_is_refused"
     ),

@@ -10,7 +10,7 @@ from torch import nn
 
 from penstock import LLM, SamplingParams
 from penstock.attention import NO_CONTEXT
-from penstock.errors import ConfigError, UnsupportedFeature
+from penstock.errors import ConfigError
 from penstock.kernels.quantized import TorchQuantizedProducts
 from penstock.layers.embedding import LMHead, VocabEmbedding
 from penstock.layers.linear import (
@@ -195,7 +195,7 @@ def quantized_layers(model: nn.Module) -> list[str]:
     ]
 
 
-def test_weights_are_reloaded_quantised_and_their_state_is_not_saved(tmp_path: Path) -> None:
+def test_weights_are_reloaded_quantised_and_their_state_is_saved(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=5)
     with LLM("demo", quantization="int8", **SMALL) as llm:
         before = llm.generate(["ROMEO:"], params, use_tqdm=False)[0].outputs[0].token_ids
@@ -203,9 +203,11 @@ def test_weights_are_reloaded_quantised_and_their_state_is_not_saved(tmp_path: P
         (layers,) = llm.apply_model(quantized_layers)
         assert len(layers) == 6 * 4 + 1
         assert llm.generate(["ROMEO:"], params, use_tqdm=False)[0].outputs[0].token_ids == before
-        with pytest.raises(UnsupportedFeature, match=r"save_sharded_state.*quantized"):
-            llm.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),))
-    assert not (tmp_path / "state").exists()
+        llm.collective_rpc("save_sharded_state", args=(str(tmp_path / "state"),))
+    with LLM(str(tmp_path / "state"), load_format="sharded_state", **SMALL) as again:
+        assert again.generate(["ROMEO:"], params, use_tqdm=False)[0].outputs[0].token_ids == before
+    with pytest.raises(ConfigError, match="quantization='int4' is not valid for packed weights"):
+        LLM(str(tmp_path / "state"), load_format="sharded_state", quantization="int4", **SMALL)
 
 
 def test_an_unknown_quantization_is_refused_with_those_that_are_known() -> None:

@@ -137,15 +137,16 @@ def test_other_families_load_too(tmp_path: Path, family: str, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["gptq-desc-act", "w8a8"])
-def test_an_engine_serves_it_and_reloads_it(tmp_path: Path, name: str) -> None:
+def test_an_engine_serves_it_reloads_it_and_saves_its_state(tmp_path: Path, name: str) -> None:
     written = write(tmp_path, name)
     core = make_core(written.config.folder)
     prompts = random_prompts([3, 9, 20], 97)
     before = [result.tokens for result in run(core, prompts, greedy(6))]
     core.collective_rpc(RpcCall("reload_weights"))
     assert [result.tokens for result in run(core, prompts, greedy(6))] == before
-    with pytest.raises(UnsupportedFeature, match="save_sharded_state"):
-        core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "state"),)))
+    core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "state"),)))
+    again = make_core(tmp_path / "state", load_format="sharded_state")
+    assert [result.tokens for result in run(again, prompts, greedy(6))] == before
 
 
 def test_random_weights_are_rounded_to_as_many_bits(tmp_path: Path) -> None:

@@ -216,11 +216,10 @@ def test_a_disk_that_is_full_leaves_no_half_file_and_a_working_model(
     model = load(tiny_checkpoint(tmp_path / "checkpoint", vocab_size=5000))
     before = sequence_logits(model, [TOKENS])[0]
 
-    def save_half(tensors: Any, path: Path, metadata: Any) -> None:
-        path.write_bytes(b"half")
+    def fail(file: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("penstock.loader.sharded_state.save_file", save_half)
+    monkeypatch.setattr("penstock.loader.packed_files.os.fsync", fail)
     with pytest.raises(CheckpointError, match="cannot be written: .*No space left"):
         save_sharded_state(model, tmp_path / "state", ParallelState())
     assert list((tmp_path / "state").iterdir()) == []

@@ -22,16 +22,21 @@ class LoadConfig:
     """load_format: "auto" takes safetensors, else PyTorch `.bin`, else GGUF files; "sharded_state" takes the
         files of `save_sharded_state`; "dummy" takes random weights.
     use_tqdm_on_load: show a progress bar when standard error is a terminal.
+    weight_cache_dir: folder where quantised weights are kept as they are in memory, so that a later start with the same
+        checkpoint, options and kernels reads them in place of quantising, packing and calibrating; None keeps none.
     model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files.
     """
 
     load_format: str = field(default="auto", metadata=listed(", ".join(LOAD_FORMATS[1:])))
     use_tqdm_on_load: bool = True
     model_loader_extra_config: Mapping[str, Any] | None = None
+    weight_cache_dir: str | Path | None = None
 
     def __post_init__(self) -> None:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_flag("use_tqdm_on_load", self.use_tqdm_on_load)
+        if self.weight_cache_dir is not None and not isinstance(self.weight_cache_dir, str | Path):
+            raise ConfigError(f"weight_cache_dir={self.weight_cache_dir!r} is not valid. Allowed: a folder, or None.")
         extra = self.model_loader_extra_config
         if extra is None:
             return

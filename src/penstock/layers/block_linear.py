@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.attention import ForwardContext
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.linear import batch_invariant_head_products
-from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.kernels.native import NativeKernels
 from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod, PlainMethod
 from penstock.layers.weights import Part, WeightSlot
 from penstock.parallel import Share
@@ -39,11 +39,11 @@ class BlockLinear(LinearLayer):
         assert self.bias is not None, "the layer has a bias"
         return out_THO.flatten(1) + self.bias
 
-    def own_method(self) -> LinearMethod:
+    def own_method(self, kernels: NativeKernels | None) -> LinearMethod:
         is_ours = is_on_cpu(self.weight) and (self.compute_dtype or self.weight.dtype) is torch.float32
-        if NATIVE is None or not is_ours or uses_torch_products():
+        if kernels is None or not is_ours or uses_torch_products():
             return PlainMethod()
-        return NativeBlockMethod(NATIVE, self)
+        return NativeBlockMethod(kernels, self)
 
     def slots_as(self, name: str) -> dict[str, WeightSlot]:
         """Slots of a checkpoint's tensors `name`_weight, [H, I, O], and `name`_bias, [H, O], of all ranks."""

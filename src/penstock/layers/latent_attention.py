@@ -14,7 +14,7 @@ from penstock.attention import ForwardContext, LayerAttention
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.latent import absorb, expand
 from penstock.kernels.linear import linear
-from penstock.kernels.native import NATIVE, NativeKernels
+from penstock.kernels.native import NativeKernels
 from penstock.kernels.native.latent_shape import LatentShape
 from penstock.kernels.norm import leading_rms_norm
 from penstock.kernels.rotary import Rotation
@@ -75,11 +75,11 @@ class LatentUpProjection(ColumnParallelLinear):
         weight_HVC = self._by_head[:, self.shape.nope_size :]
         return expand(latent_TX, weight_HVC, is_invariant=self.batch_invariant)
 
-    def own_method(self) -> LinearMethod:
+    def own_method(self, kernels: NativeKernels | None) -> LinearMethod:
         is_ours = is_on_cpu(self.weight) and (self.compute_dtype or self.weight.dtype) is torch.float32
-        if NATIVE is None or not is_ours or uses_torch_products():
+        if kernels is None or not is_ours or uses_torch_products():
             return PlainMethod()
-        return NativeLatentMethod(NATIVE, self.shape)
+        return NativeLatentMethod(kernels, self.shape)
 
     @property
     def _by_head(self) -> Tensor:

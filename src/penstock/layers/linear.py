@@ -7,7 +7,7 @@ Suffixes: T tokens, I input features, O output features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -143,6 +143,13 @@ class PackedMethod(LinearMethod):
         self.packed_OI = self.pack(layer.weight.detach())
         layer.drop_weight(self.row_lookup(self.packed_OI))
 
+    def adopt(self, layer: LinearLayer, tensors: Mapping[str, Tensor]) -> None:
+        """Take a weight that is packed already, by this method's attributes, in place of the layer's."""
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
+        assert self.packed_OI is not None, "packed tensors"
+        layer.drop_weight(self.row_lookup(self.packed_OI))
+
     def restore_weights(self, layer: LinearLayer) -> None:
         if self.packed_OI is not None and layer.weight.numel() == 0:
             layer.take_weight(self.unpack(self.packed_OI, layer.output_size))
@@ -244,7 +251,7 @@ def process_weights_after_loading(
     """
     for module in model.modules():
         if isinstance(module, LinearLayer):
-            own_method = module.own_method()
+            own_method = module.own_method(NATIVE)
             if own_method is not None:
                 module.method = own_method
             elif choose is None or module.keeps_precision:
@@ -359,8 +366,8 @@ class LinearLayer(nn.Module):
         """The weight as it was loaded, [O, I]; None for a quantised one."""
         return self.method.loaded_weight(self)
 
-    def own_method(self) -> LinearMethod | None:
-        """The method of a layer that is not a plain product of rows; None for others."""
+    def own_method(self, kernels: NativeKernels | None) -> LinearMethod | None:
+        """The method of a layer that is not a plain product of rows; None for others. kernels: None without C++."""
         return None
 
     def adapter_place(self, shard: Shard | None) -> AdapterPlace:

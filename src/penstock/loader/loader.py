@@ -26,12 +26,14 @@ from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.kv_cache_scales import CheckpointScales
 from penstock.loader.live_memory import LiveMemory
+from penstock.loader.packed_files import peek_state, read_state
+from penstock.loader.packed_state import PackedLayers, PackedState, layouts_of
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import OptionRounding, Rounding, assemble, linear_weights, stays_float
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors, peek_safetensors
-from penstock.loader.sharded_state import find_sharded_files, state_slots
+from penstock.loader.sharded_state import find_packed_state, find_sharded_files, state_slots
 from penstock.loader.tensor_parallel_sizes import UnjoinedGroup, naming_sizes
 from penstock.loader.tied_weights import StoredTies, find_ties, find_ties_of_state, log_ties, untied
 from penstock.loader.weight_files import (
@@ -77,6 +79,14 @@ def load_model(
     mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
     weights that are damaged or do not fit.
     """
+    if source is None and load_config.load_format == SHARDED_STATE:
+        with _naming(model_config.folder, load_config):
+            packed = find_packed_state(model_config.folder, load_config, parallel_context)
+            if packed is not None:
+                dtypes = dtype, weights_dtype
+                return restore(
+                    read_state(*packed), model_config, parallel_context, device.type, device, *dtypes, memory
+                )
     rounding = choose_rounding(model_config, load_config, device.type)
     if memory is None:
         if rounding is not None:
@@ -126,6 +136,14 @@ def load_without_memory(
     tensors: meta tensors of the checkpoint, if its files are not local. Raises what `load_model` raises. Returns the
     number of parameters too, which packed weights do not show.
     """
+    if tensors is None and load_config.load_format == SHARDED_STATE:
+        with _naming(model_config.folder, load_config):
+            packed = find_packed_state(model_config.folder, load_config, parallel_context)
+            if packed is not None:
+                model = restore(peek_state(*packed), model_config, parallel_context, kind, META, dtype, weights_dtype)
+                return model, sum(
+                    parameter.numel() for parameter in build_model(model_config, parallel_context).parameters()
+                )
     rounding = choose_rounding(model_config, load_config, kind)
     if tensors is not None:
         tensors = list(tensors)
@@ -167,13 +185,7 @@ def _fill(
     is_late = (rounding is not None or memory is not None) and not runs_through_transformers(model_config)
     late = linear_weights(model) if is_late else {}
     materialise(model, device, dtype, weights_dtype, late, None if memory is None else memory.parameter)
-    for layer in model.modules():
-        if isinstance(layer, Experts):
-            layer.are_grouped = model_config.moe_backend == "auto"
-        if isinstance(layer, LinearLayer):
-            layer.batch_invariant = model_config.batch_invariant
-            if rounding is None or rounding.keeps_floats:
-                layer.cpu_arithmetic = model_config.cpu_arithmetic
+    _set_options(model, model_config, has_float_products=rounding is None or rounding.keeps_floats)
     is_state = load_config.load_format == SHARDED_STATE
     slots = state_slots(model) if is_state else None
     scales = CheckpointScales(model, is_state=is_state)
@@ -197,6 +209,59 @@ def _fill(
     choose_attention_arithmetic(model)
     model.check_loaded()
     _check_arithmetic(model, model_config)
+
+
+def _set_options(model: CausalLM, model_config: ModelConfig, *, has_float_products: bool) -> None:
+    """Set the options of layers. has_float_products: whether layers compute with the weights of the checkpoint."""
+    for layer in model.modules():
+        if isinstance(layer, Experts):
+            layer.are_grouped = model_config.moe_backend == "auto"
+        if isinstance(layer, LinearLayer):
+            layer.batch_invariant = model_config.batch_invariant
+            if has_float_products:
+                layer.cpu_arithmetic = model_config.cpu_arithmetic
+
+
+def restore(
+    state: PackedState,
+    model_config: ModelConfig,
+    parallel_context: ParallelState,
+    kind: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    weights_dtype: torch.dtype | None = None,
+    memory: LiveMemory | None = None,
+) -> CausalLM:
+    """Restore a model from a packed state: nothing is quantised, and packed only for other kernels than the state's.
+
+    kind: of the device, which the meta device stands for. Otherwise as `load_model`. Raises CheckpointError for a state
+    that cannot be read here, or of another model.
+    """
+    layouts = layouts_of(state.header, model_config, kind)
+    model = build_model(model_config, parallel_context)
+    if model.tied_weights() and not state.header["is_tied"]:
+        model = build_model(untied(model_config), parallel_context)
+    if memory is not None:
+        memory.check(model)
+    scales = CheckpointScales(model, is_state=True)
+    tensors = dict(scales.take(state.tensors.items()))
+    with standing_for(kind) if device == META else torch.no_grad():
+        layers = PackedLayers(model, state, kind, layouts)
+        materialise(model, device, dtype, weights_dtype, layers.late, None if memory is None else memory.parameter)
+        _set_options(model, model_config, has_float_products=False)
+        layers.fill(tensors, device, None if memory is None else memory.take)
+    if tensors:
+        raise CheckpointError(
+            f"The packed weights have {len(tensors)} tensors that the model does not, such as {min(tensors)}. They are "
+            "damaged, or of another model. Save them again."
+        )
+    scales.apply()
+    if memory is not None:
+        memory.finish(model)
+    else:
+        choose_attention_arithmetic(model)
+        model.check_loaded()
+    return model.eval().requires_grad_(False)
 
 
 def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
@@ -344,6 +409,9 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
     if load_config.load_format == "dummy":
         load_config = replace(load_config, load_format="auto")
     try:
+        packed = find_packed_state(folder, load_config, parallel_context)
+        if packed is not None:
+            return str(packed[1].get("weights_dtype"))
         return stored_dtype(peek_weights(folder, load_config, parallel_context))
     except CheckpointError:
         return None

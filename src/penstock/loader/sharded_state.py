@@ -1,28 +1,29 @@
-"""Sharded state: each rank's parameters on disk as they are in memory, without splitting or fusing at load.
+"""Sharded state: each rank's weights on disk as they are in memory, without splitting or fusing at load.
 
-Names are the model's parameter names, not the checkpoint's; files belong to one rank.
+Names are the model's parameter names, not the checkpoint's; files belong to one rank. Quantised weights are a packed
+state (`packed_state`).
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from penstock.checkpoints.json_file import clipped, shown
-from penstock.config.load import SHARDED_STATE_PATTERN, check_sharded_state_pattern
+from penstock.config import LoadConfig
+from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN, check_sharded_state_pattern
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
-from penstock.layers.quantization.method import refuse_quantized
 from penstock.layers.weights import WeightSlot
 from penstock.loader.kv_cache_scales import scales_of_state
+from penstock.loader.packed_files import metadata_of, read_header, write_tensors
+from penstock.loader.packed_state import PackedState
 from penstock.loader.safetensors import opened
 from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelState
@@ -52,14 +53,14 @@ def save_sharded_state(
     parallel: ParallelState,
     pattern: str = SHARDED_STATE_PATTERN,
     max_size: int | None = None,
+    packed: PackedState | None = None,
 ) -> list[Path]:
     """Write this rank's state into files of at most `max_size` bytes (at least one tensor each); None: one file.
 
-    Files are renamed to their names when complete. Needs no more memory than the model; the weights are unpacked
-    meanwhile, so no step may run.
+    packed: of a quantised model; None writes parameters of floats, which are unpacked meanwhile, so no step may run.
+    Files are renamed to their names when complete. Needs no more memory than the model.
     Raises ConfigError for a bad pattern or size, and for a folder with such files already.
     """
-    refuse_quantized(model, "save_sharded_state")
     check_sharded_state_pattern(pattern)
     if max_size is not None and (not isinstance(max_size, int) or isinstance(max_size, bool) or max_size < 1):
         raise ConfigError(f"max_size={max_size!r} is not valid. Allowed: a positive number of bytes, or None.")
@@ -70,10 +71,12 @@ def save_sharded_state(
     present = parts_of_rank(folder, pattern, parallel.rank)
     if present:
         raise ConfigError(f"{folder} holds {present[min(present)].name} already. Give an empty folder.")
+    if packed is not None:
+        return _write_parts(packed.tensors, folder, parallel, pattern, max_size, metadata_of(packed))
     restore_weights(model)
     try:
         tensors = {name: slot.target.detach() for name, slot in state_slots(model).items()} | scales_of_state(model)
-        return _write_parts(tensors, folder, parallel, pattern, max_size)
+        return _write_parts(tensors, folder, parallel, pattern, max_size, {})
     finally:
         process_weights_after_loading(model)
 
@@ -122,6 +125,17 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> W
     return WeightFiles(tuple(parts[number] for number in sorted(parts)))
 
 
+def find_packed_state(
+    folder: Path, load_config: LoadConfig, parallel: ParallelState
+) -> tuple[WeightFiles, dict[str, Any]] | None:
+    """Return the files and the header of this rank's packed state; None for another load format, or float weights."""
+    if load_config.load_format != SHARDED_STATE:
+        return None
+    files = find_sharded_files(folder, load_config.sharded_state_pattern, parallel)
+    header = read_header(files)
+    return None if header is None else (files, header)
+
+
 def _number_of_parts(path: Path, written: str) -> int:
     if not re.fullmatch("[0-9]{1,19}", written):
         raise damaged(path, f"its metadata has num_parts={shown(written)}, which must be a number of files")
@@ -129,13 +143,18 @@ def _number_of_parts(path: Path, written: str) -> int:
 
 
 def _write_parts(
-    tensors: Mapping[str, Tensor], folder: Path, parallel: ParallelState, pattern: str, max_size: int | None
+    tensors: Mapping[str, Tensor],
+    folder: Path,
+    parallel: ParallelState,
+    pattern: str,
+    max_size: int | None,
+    more: Mapping[str, str],
 ) -> list[Path]:
+    """more: metadata beside that of ranks and parts."""
     parts = list(_cut(tensors, max_size))
     written: list[Path] = []
     for number, names in enumerate(parts):
         path = folder / pattern.format(rank=parallel.rank, part=number)
-        unfinished = path.with_name(f"{path.name}.tmp")
         metadata = {
             "format": "pt",
             "rank": str(parallel.rank),
@@ -143,10 +162,8 @@ def _write_parts(
             "num_parts": str(len(parts)),
         }
         try:
-            save_file({name: tensors[name].contiguous() for name in names}, unfinished, metadata)
-            os.replace(unfinished, path)
-        except (OSError, SafetensorError) as error:
-            unfinished.unlink(missing_ok=True)
+            write_tensors(path, {name: tensors[name] for name in names}, {**metadata, **more})
+        except OSError as error:
             raise CheckpointError(f"{path} cannot be written: {error}. Its parts before it are complete.") from error
         written.append(path)
     return written

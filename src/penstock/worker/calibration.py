@@ -23,6 +23,7 @@ from penstock.layers.quantization.observe import accumulate_grams, record_peaks
 from penstock.layers.quantization.quantize import quantize_int4
 from penstock.layers.quantization.smoothing import smooth, smoothable
 from penstock.loader.loader import load_model
+from penstock.loader.sharded_state import find_packed_state
 from penstock.loader.weight_source import WeightSource
 from penstock.models.attention_layers import cache_layers, choose_attention_arithmetic, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
@@ -120,6 +121,8 @@ def _texts_for(
     *,
     keeps_inputs: bool,
 ) -> CalibrationTexts | None:
+    if find_packed_state(model_config.folder, load_config, parallel) is not None:
+        return None
     texts = find_calibration_texts(model_config, load_config, parallel, device, dtype)
     return None if texts is None or (keeps_inputs and not texts.feeds_gptq) else texts
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from penstock.attention import CacheLayer, LayerAttention
+from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN
 from penstock.contract import KVCacheSpec
@@ -23,6 +24,7 @@ from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.live_memory import LiveMemory
 from penstock.loader.loader import build_model, load_model, load_without_memory
+from penstock.loader.packed_state import PackedState, is_quantized_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
 from penstock.loader.weight_source import WeightSource
 from penstock.loader.weight_update import WeightUpdate
@@ -37,6 +39,7 @@ from penstock.worker.calibration import is_calibrated, load_for_device
 from penstock.worker.drafter import attach_drafter, aux_layers_of_head, drafted_specs, load_drafter
 from penstock.worker.kv_cache_dtype import attends_in_bfloat16, choose_kv_cache_dtype
 from penstock.worker.reload import check_replacement, constants_of, is_quantized
+from penstock.worker.weight_cache import WeightCache
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +60,13 @@ class Weights:
         self._dtype = dtype
         self._config = config
         with device.loading_weights():
-            self.model: nn.Module = load_for_device(
-                config.model, config.load, parallel, device, dtype, keeps_inputs=keeps_layer_inputs(config)
-            )
+            keeps_inputs = keeps_layer_inputs(config)
+
+            def load() -> CausalLM:
+                return load_for_device(config.model, config.load, parallel, device, dtype, keeps_inputs=keeps_inputs)
+
+            cache = WeightCache(config.model, config.load, parallel, device, dtype)
+            self.model: nn.Module = cache.load(load, keeps_inputs=keeps_inputs)
             self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
         choose_state_dtypes(self.model, *config.cache.state_dtypes)
         self._kv_cache_dtype = choose_kv_cache_dtype(
@@ -258,13 +265,27 @@ class Weights:
                 + ", or give the KV cache less."
             )
 
-    def save(self, path: str, pattern: str | None, max_size: int | None, source: ModelConfig | None) -> list[str]:
-        """See `Worker.save_sharded_state`. source: model whose configuration and tokenizer files are copied."""
+    def save(self, path: str, pattern: str | None, max_size: int | None, current: ModelConfig) -> list[str]:
+        """See `Worker.save_sharded_state`. current: of the model, whose files rank 0 copies."""
         folder = Path(path).expanduser()
+        packed = None
+        if is_quantized_model(self.model) or read_quantized_checkpoint(current.hf_config, current.model) is not None:
+            packed = self._packed_state(current)
         with torch.no_grad():
-            written = save_sharded_state(self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size)
-        if source is not None:
-            if source.hf_config_path is not None or source.hf_overrides is not None:
-                (folder / "config.json").write_text(json.dumps(source.hf_config), encoding="utf-8")
-            copy_model_files(source.folder, folder)
+            written = save_sharded_state(
+                self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size, packed
+            )
+        if self._parallel.rank == 0:
+            _copy_configuration(current, folder)
         return [str(file) for file in written]
+
+    def _packed_state(self, current: ModelConfig) -> PackedState:
+        return PackedState.of(self.causal_lm, current, self._device.kind, (self._dtype.name, self._dtype.weights))
+
+
+def _copy_configuration(model: ModelConfig, folder: Path) -> None:
+    """Copy configuration and tokenizer files, as they are used."""
+    is_changed = model.hf_config_path is not None or model.hf_overrides is not None
+    if is_changed or not (model.folder / "config.json").is_file():  # of a GGUF file
+        (folder / "config.json").write_text(json.dumps(model.hf_config), encoding="utf-8")
+    copy_model_files(model.folder, folder)

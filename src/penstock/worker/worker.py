@@ -305,7 +305,7 @@ class Worker(NamesForExtensions, WorkerBase):
         pattern: file names, with {rank} and {part}. max_size: bytes per file, unless one tensor is larger.
         Rank 0 copies the configuration and the tokenizer too.
         """
-        return self.weights.save(path, pattern, max_size, self.config.model if self.rank == 0 else None)
+        return self.weights.save(path, pattern, max_size, self.config.model)
 
     def get_model_inspection(self) -> str:
         """Return the module tree as text, with sizes, dtypes and linear methods.

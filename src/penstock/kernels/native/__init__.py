@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch  # before the kernels: they use the OpenMP runtime that it loads
@@ -415,6 +416,11 @@ def describe_bfloat16_products() -> str:
         return "emulated, since this CPU has no instructions for them"
     by = "by AMX tiles" if found.has_tiles else "by AVX512-BF16"
     return by if NATIVE.prefers_bfloat16 else f"{by}, which is no faster here than float32"
+
+
+def library_path() -> Path | None:
+    """File of the C++ kernels; None without a build."""
+    return None if _module is None else Path(_module.__file__)
 
 
 def why_no_tiles() -> str | None:

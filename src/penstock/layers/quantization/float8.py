@@ -5,6 +5,8 @@ Suffixes: T tokens, I input features, O output features, C blocks of input featu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -21,12 +23,12 @@ class Float8Method(PackedMethod):
 
     def __init__(self, scales_OC: Tensor, block_size: int) -> None:
         super().__init__()
-        self._scales_OC, self._block_size = scales_OC, block_size
+        self._scales_OC, self.block_size = scales_OC, block_size
         self._is_invariant = False
 
     @property
     def description(self) -> str:
-        return f"{super().description}, blocks of {self._block_size} inputs"
+        return f"{super().description}, blocks of {self.block_size} inputs"
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
@@ -36,10 +38,14 @@ class Float8Method(PackedMethod):
         self._is_invariant = layer.batch_invariant
         super().process_weights_after_loading(layer)
 
+    def adopt(self, layer: LinearLayer, tensors: Mapping[str, Tensor]) -> None:
+        self._is_invariant = layer.batch_invariant
+        super().adopt(layer, tensors)
+
     def pack(self, weight_OI: Tensor) -> Tensor:
         if weight_OI.is_meta:
             return torch.empty(weight_OI.shape, dtype=torch.float8_e4m3fn, device=weight_OI.device)
-        weight = Float8Weight.of(weight_OI, self._scales_OC, self._block_size)
+        weight = Float8Weight.of(weight_OI, self._scales_OC, self.block_size)
         self._scales_OC = weight.scales_OC
         return weight.values_OI
 
@@ -62,4 +68,4 @@ class Float8Method(PackedMethod):
         return argmax_on_gpu(self.apply(layer, x_LI))
 
     def _weight(self, packed_OI: Tensor) -> Float8Weight:
-        return Float8Weight(packed_OI, self._scales_OC, self._block_size)
+        return Float8Weight(packed_OI, self._scales_OC, self.block_size)

@@ -6,14 +6,13 @@ Suffixes: T tokens, I input features, O output features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
-from penstock.errors import UnsupportedFeature
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts, stored_weight
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.quantized import native_quantized_products
@@ -32,6 +31,13 @@ Quantizer = Callable[[Tensor], QuantizedWeight]
 PRODUCTS: QuantizedProducts = native_quantized_products() or TorchQuantizedProducts()
 _OF_GPUS: QuantizedProducts = GpuQuantizedProducts()
 _INVARIANT_OF_GPUS: QuantizedProducts = GpuQuantizedProducts(is_invariant=True)
+
+
+def products_on(kind: str, *, is_invariant: bool) -> QuantizedProducts:
+    """The products of a kind of device. is_invariant: with results that do not depend on the batch, on a GPU too."""
+    return PRODUCTS if kind == "cpu" else _INVARIANT_OF_GPUS if is_invariant else _OF_GPUS
+
+
 # Layers that int4 keeps wider on a CPU, for logs.
 WIDER_LAYERS = "MLPs' second products, which have massive inputs, to int8"
 
@@ -53,10 +59,19 @@ class QuantizedMethod(PackedMethod):
         return name if self.shape is None else f"{name}, {self.shape.description}"
 
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
-        of_gpus = _INVARIANT_OF_GPUS if layer.batch_invariant else _OF_GPUS
-        self._products = self._given or (PRODUCTS if is_on_cpu(layer.weight) else of_gpus)
+        kind = "cpu" if is_on_cpu(layer.weight) else "cuda"
+        self._products = self._given or products_on(kind, is_invariant=layer.batch_invariant)
         super().process_weights_after_loading(layer)
         self._quantize = None
+
+    def adopt(self, layer: LinearLayer, tensors: Mapping[str, Tensor]) -> None:
+        super().adopt(layer, tensors)
+        self._quantize = None
+
+    def repacked(self, packed_OI: Tensor, other: QuantizedMethod) -> Tensor:
+        """Pack one of this method's tensors for the kernels of another."""
+        assert self.shape is not None, "repacked before pack"
+        return other._products.pack(self._products.unpack(packed_OI, self.shape))
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         assert self._quantize is not None, "a method packs one weight"
@@ -196,16 +211,6 @@ class _ReorderedRows(RowLookup):
 
     def __call__(self, ids_T: Tensor) -> Tensor:
         return self.rows(ids_T).index_select(1, self.places_I)
-
-
-def refuse_quantized(model: nn.Module, action: str) -> None:
-    """Raise UnsupportedFeature if a layer has a quantised weight, which `action` does not support."""
-    for name, module in model.named_modules():
-        if isinstance(module, LinearLayer) and isinstance(module.method, QuantizedMethod):
-            raise UnsupportedFeature(
-                f"{action} is not supported for quantized weights, and {name} has them. Start the engine without "
-                "quantization for it."
-            )
 
 
 MethodChoice = Callable[[LinearLayer], LinearMethod]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import UnsupportedFeature
+from penstock.kernels.native import NATIVE
 from penstock.layers.linear import LinearLayer, LinearMethod, choose_linear_method
 from penstock.layers.quantization.method import MethodChoice
 from penstock.layers.weights import Part, WeightSlot
@@ -171,7 +172,7 @@ class _Assembly:
         self.layer.take_weight(weight_OI.to(self.dtype) if method is None else weight_OI)
         if method is None:
             arithmetic = "float32" if self.layer.keeps_precision else self.layer.cpu_arithmetic
-            method = self.layer.own_method() or choose_linear_method(
+            method = self.layer.own_method(NATIVE) or choose_linear_method(
                 self.layer.weight, self.layer.compute_dtype, arithmetic
             )
         self.layer.method = method

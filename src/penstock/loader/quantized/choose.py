@@ -40,8 +40,8 @@ def choose_rounding(model_config: ModelConfig, load_config: LoadConfig, kind: st
     if checkpoint is not None:
         if load_config.load_format == SHARDED_STATE:
             raise UnsupportedFeature(
-                f"load_format={SHARDED_STATE!r} is not supported for quantized weights "
-                f"(quant_method={checkpoint.method!r}). Load the checkpoint itself."
+                f"The files of load_format={SHARDED_STATE!r} have no quantized weights, but config.json has "
+                f"quant_method={checkpoint.method!r}. Load the checkpoint itself, and save its state anew."
             )
         if not checkpoint.is_float:
             return QuantizedTensors(checkpoint)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from penstock.checkpoints.quantized_checkpoint import QuantizedCheckpoint
 from penstock.kernels.gpu_float8 import takes_blocks
+from penstock.kernels.native import NATIVE
 from penstock.layers.linear import LinearLayer, LinearMethod
 from penstock.layers.quantization.float8 import Float8Method
 from penstock.loader.quantized.assembly import Piece
@@ -45,6 +46,6 @@ class Float8Tensors(DequantizedTensors):
         found = [scale_OC for scale_OC in scales if scale_OC is not None]
         if len(found) < len(pieces) or any(piece.part is not None for piece in pieces):
             return None
-        if layer.own_method() is not None:
+        if layer.own_method(NATIVE) is not None:
             return None
         return Float8Method(torch.cat(found), layer.input_size if self._block_size is None else self._block_size[1])
