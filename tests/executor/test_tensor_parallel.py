@@ -192,6 +192,22 @@ def test_what_workers_are_asked_for_works_with_several(folder: Path, tmp_path: P
     assert results[0][:2] == results[0][4:] != results[0][2:4]
 
 
+@pytest.mark.slow
+def test_quantised_weights_are_saved_and_cached_by_rank(folder: Path, tmp_path: Path) -> None:
+    options = {"quantization": "int4", "weight_cache_dir": str(tmp_path / "cache")}
+    results = []
+    for saved in (folder, folder, tmp_path / "saved"):
+        loading = options if saved == folder else {"load_format": "sharded_state"}
+        core = make(saved, 2, **loading)
+        results.append([result.tokens for result in run(core, PROMPTS[:2], greedy(8))])
+        if not (tmp_path / "saved").exists():
+            core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "saved"),)))
+            next(iter((tmp_path / "cache").glob("*-rank-1.safetensors"))).unlink()  # one rank finds none
+        core.close()
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+    assert results[0] == results[1] == results[2]
+
+
 class SlowToReload(Worker):
     """On its last rank, and until a file appears."""
 

@@ -300,7 +300,8 @@ class Worker(NamesForExtensions, WorkerBase):
         _give_back(self.device)
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> list[str]:
-        """Write the weights as they are in memory, for load_format="sharded_state"; return the files of this rank.
+        """Write the weights as they are in memory, quantised ones too, for load_format="sharded_state"; return this
+        rank's files.
 
         pattern: file names, with {rank} and {part}. max_size: bytes per file, unless one tensor is larger.
         Rank 0 copies the configuration and the tokenizer too.
