@@ -125,9 +125,11 @@ def test_a_core_that_is_killed_while_it_sleeps_sleeps_on(expected: list[Any], le
         await engine.sleep(level=level, mode="keep")
         (first,) = core.process_ids
         os.kill(first, signal.SIGKILL)
-        assert await engine.collective_rpc(zeroed_weights) == [[True] * len(await zeroed(engine))]
-        assert core.process_ids != [first]
+        # Repeated by the engine where the core is lost meanwhile.
         assert (await engine.engine_state()).tags == ("weights", "kv_cache")
+        assert core.process_ids != [first]
+        (zeroed,) = await engine.collective_rpc(zeroed_weights)
+        assert all(zeroed)
         assert not stream.done()
         await engine.wake_up()
         if level == 2:
@@ -136,11 +138,6 @@ def test_a_core_that_is_killed_while_it_sleeps_sleeps_on(expected: list[Any], le
         assert said([await stream]) == expected[:1]
 
     with_engine(use, enable_multiprocessing=True)
-
-
-async def zeroed(engine: AsyncEngine) -> list[bool]:
-    found: list[bool] = (await engine.collective_rpc(zeroed_weights))[0]
-    return found
 
 
 @pytest.mark.slow
@@ -159,7 +156,7 @@ def test_a_core_that_is_killed_while_it_falls_asleep_or_wakes_does_so_again(expe
             assert await engine.is_sleeping() is is_asleep
         assert said([await last_of(engine, prompt) for prompt in PLAYS]) == expected
 
-    with_engine(use, enable_multiprocessing=True)
+    with_engine(use, enable_multiprocessing=True, max_restarts=9)
 
 
 @pytest.mark.slow
@@ -260,11 +257,16 @@ def test_an_idle_engine_sleeps_by_itself_and_wakes_with_the_next_request(expecte
     with_engine(use, enable_multiprocessing=False, sleep_idle_seconds=0.2)
 
 
+def _is_idle(engine: AsyncEngine) -> bool:
+    return engine._dispatcher.core.status().stats.state.name.startswith("sleeping (idle")
+
+
 @pytest.mark.slow
 def test_idle_cores_sleep_one_by_one(expected: list[Any]) -> None:
     async def use(engine: AsyncEngine) -> None:
         for _ in range(2):
-            while not engine._dispatcher.core.status().stats.state.name.startswith("sleeping (idle"):
+            # The client takes in what its cores have sent when it is asked.
+            while not (await engine.is_sleeping() and _is_idle(engine)):
                 await asyncio.sleep(0.05)
             assert engine._dispatcher.core.status().why_not_ready is None
             assert said([await last_of(engine, prompt) for prompt in PLAYS]) == expected
