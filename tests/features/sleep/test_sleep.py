@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from penstock import LLM
 from penstock.contract import RpcCall
 from penstock.contract.memory_tags import MEMORY_TAGS
 from penstock.device.cpu import CpuDevice
@@ -22,6 +23,8 @@ from support.adapters import VARIANTS, make_adapters, parts_of, request_of
 from support.checkpoints import VOCAB_SIZE, save_checkpoint, tiny_checkpoint, tiny_model
 from support.draft_heads import eagle3_weights, write_head
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.multimodal_answers import answer
+from support.multimodal_models import PLACEHOLDERS, picture, save_multimodal, words
 from support.sleepers import call, has_written_blocks, put_to_sleep, state_of, until_done, zeroed_weights
 
 pytestmark = pytest.mark.one_path(reason="both paths read the same memory")
@@ -91,6 +94,27 @@ def test_models_of_every_kind_sleep(family: str, tmp_path: Path) -> None:
     core = make_core(tmp_path, block_size=4, dtype="float32")
     assert_sleeps(core, values(run(core, PROMPTS, PARAMS)))
     core.close()
+
+
+def test_a_model_with_images_encodes_them_again(tmp_path: Path) -> None:
+    save_multimodal(tmp_path, "smolvlm")
+    image = PLACEHOLDERS.get("smolvlm", "<image>")
+    prompts = [(f"{words(5, 6)} {image} {words(7, 8)}", {"image": [picture(40, 24, 1)]})]
+    with LLM(tmp_path, dtype="float32", block_size=4, max_model_len=128, kv_cache_memory_bytes="4MiB") as llm:
+
+        def said() -> list[Any]:
+            return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in answer(llm, prompts)]
+
+        def num_encoded() -> float:
+            return float(llm.collective_rpc("get_encoder_timing_stats")[0]["num_items"])
+
+        expected, first = said(), num_encoded()
+        assert said() == expected
+        assert num_encoded() == first
+        llm.sleep()
+        llm.wake_up()
+        assert said() == expected
+        assert num_encoded() == first + 1
 
 
 def test_a_drafter_sleeps_with_its_target(tmp_path: Path) -> None:
