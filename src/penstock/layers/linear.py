@@ -24,7 +24,7 @@ from penstock.kernels.linear import (
     packing_pays,
     unpack_weight,
 )
-from penstock.kernels.native import NATIVE, NativeKernels, describe_bfloat16_products
+from penstock.kernels.native import NATIVE, Bfloat16Layout, NativeKernels, describe_bfloat16_products
 from penstock.kernels.stored_weight import StoredWeight
 from penstock.kernels.triton import triton_runs
 from penstock.layers.adapters import LinearAdapters
@@ -188,8 +188,24 @@ class NativeMethod(PackedMethod):
         self._kernels = kernels
         self.memory: Tensor | None = None
 
+    @property
+    def _layout(self) -> Bfloat16Layout | None:
+        return None
+
     def pack(self, weight_OI: Tensor) -> Tensor:
-        return self._kernels.pack_weight(weight_OI, out=self.memory)
+        return self._kernels.pack_weight(weight_OI, bfloat16=self._layout, out=self.memory)
+
+    def are_panels(self, begin: int, num_rows: int) -> bool:
+        """Whether rows of a weight are whole panels of the packed one."""
+        width = self._kernels.panel_width(self._layout)
+        return width is not None and begin % width == 0 and num_rows % width == 0
+
+    def replace_rows(self, weight_RI: Tensor, begin: int) -> None:
+        """Pack rows that are whole panels into their place in the packed weight."""
+        assert self.packed_OI is not None, "replace_rows before process_weights_after_loading"
+        place = self.packed_OI[begin : begin + weight_RI.shape[0]]
+        packed = self._kernels.pack_weight(weight_RI, bfloat16=self._layout, out=place)
+        assert packed is place, "rows of another form than the packed weight's"
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         return self._kernels.unpack_weight(packed_OI, output_size)
@@ -212,8 +228,9 @@ class NativeMethod(PackedMethod):
 class NativeBfloat16Method(NativeMethod):
     """Penstock's C++ kernels in bfloat16 arithmetic: x is rounded to bfloat16, products are added in float32."""
 
-    def pack(self, weight_OI: Tensor) -> Tensor:
-        return self._kernels.pack_weight(weight_OI, bfloat16=self._kernels.bfloat16_layout, out=self.memory)
+    @property
+    def _layout(self) -> Bfloat16Layout | None:
+        return self._kernels.bfloat16_layout
 
 
 @dataclass(frozen=True, slots=True)

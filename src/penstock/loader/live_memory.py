@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.layers.attention import Attention
-from penstock.layers.linear import LinearLayer, LinearMethod, NativeMethod, PlainMethod
+from penstock.layers.linear import LinearLayer, LinearMethod, NativeMethod, PlainMethod, choose_linear_method
 from penstock.layers.tensors_of import tensors_of
 from penstock.models.causal_lm import CausalLM
 
@@ -58,6 +59,24 @@ class LiveMemory:
         tensor = self._tensors[name].detach()
         assert tensor.dtype is dtype, f"{name} is {tensor.dtype}, not {dtype}"
         return tensor
+
+    def takes_pieces(self, layer: LinearLayer, pieces: Iterable[tuple[int, int]], sample: Tensor) -> bool:
+        """Whether rows of a layer's weight (the first one, and their number) can be packed piece by piece.
+
+        sample: rows in the dtype of the weight.
+        """
+        live = self._layers[id(layer)].method
+        if not isinstance(live, NativeMethod) or live.packed_OI is None:
+            return False
+        arithmetic = "float32" if layer.keeps_precision else layer.cpu_arithmetic
+        method = choose_linear_method(sample, layer.compute_dtype, arithmetic)
+        return type(method) is type(live) and all(live.are_panels(begin, count) for begin, count in pieces)
+
+    def take_piece(self, layer: LinearLayer, rows_RI: Tensor, begin: int) -> None:
+        """Pack rows into their place."""
+        live = self._layers[id(layer)].method
+        assert isinstance(live, NativeMethod), "takes_pieces"
+        live.replace_rows(rows_RI, begin)
 
     def lend(self, layer: LinearLayer, method: LinearMethod) -> None:
         """Let a layer's weight be packed where it belongs, if its method can do so."""

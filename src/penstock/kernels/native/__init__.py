@@ -158,6 +158,10 @@ class NativeKernels:
         self.module.pack_weight(self._index, weight_OI, num_outputs, *_inputs_and_type(packed), packed)
         return packed
 
+    def panel_width(self, bfloat16: Bfloat16Layout | None) -> int | None:
+        """Outputs of a panel, if panels of a weight can be packed one by one; tiles cannot."""
+        return None if bfloat16 is Bfloat16Layout.TILES else self.instruction_set.panel_width
+
     def pack_head_weights(self, weight_HOI: Tensor) -> Tensor:
         """Pack a weight for each head, for `head_products` and `absorb`: [H * O rounded up to whole panels, I]."""
         width = self.instruction_set.panel_width

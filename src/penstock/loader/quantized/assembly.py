@@ -102,6 +102,12 @@ def assemble(
 class Places(Protocol):
     """Places of the weights of finished layers, such as a live model's."""
 
+    def takes_pieces(self, layer: LinearLayer, pieces: Iterable[tuple[int, int]], sample: Tensor) -> bool:
+        """Whether rows of a weight, each a first one and their number, can go to their place one after the other."""
+
+    def take_piece(self, layer: LinearLayer, rows_RI: Tensor, begin: int) -> None:
+        """Take rows of a weight."""
+
     def lend(self, layer: LinearLayer, method: LinearMethod) -> None:
         """Let a method pack the layer's weight where it belongs, if it can."""
 
@@ -138,14 +144,20 @@ class _Assembly:
     pieces: dict[int, Piece] = field(default_factory=dict)
     missing: int = 0
     weight_OI: Tensor | None = None
+    # Number of values of each piece by its first one; whether pieces go to their place one by one.
+    ranges: dict[int, int] = field(default_factory=dict)
+    in_pieces: bool | None = None
 
     def add(self, name: str, slot: WeightSlot) -> None:
         self.pieces[int(slot.target.storage_offset())] = Piece(name, slot.part)
+        self.ranges[int(slot.target.storage_offset())] = slot.target.numel() if slot.target.is_contiguous() else 1
         self.missing += slot.target.numel()
 
     def take(self, target: Tensor, tensor: Tensor) -> None:
-        # A weight that is kept as it comes needs no wider one, and none at all beside its place if it comes whole.
+        # A weight that is kept as it comes needs no wider one, and none at all beside its place where it fits there.
         as_it_comes = self.choose is stays_float and tensor.dtype is self.dtype
+        if self.places is not None and self.choose is stays_float and self._goes_to_its_place(target, tensor):
+            return
         if as_it_comes and self.places is not None and target.shape == self.layer.weight.shape == tensor.shape:
             self.missing = 0
             self._finish(tensor)
@@ -160,6 +172,21 @@ class _Assembly:
             self._finish(weight_OI)
             if self.places is not None:
                 self.scratch.give_back(weight_OI)
+
+    def _goes_to_its_place(self, target: Tensor, tensor: Tensor) -> bool:
+        """Pack a piece where it belongs, if all pieces of the layer can be."""
+        assert self.places is not None, "asked with places"
+        num_inputs = self.layer.weight.shape[1]
+        if self.in_pieces is None:
+            rows = [(begin // num_inputs, count // num_inputs) for begin, count in self.ranges.items()]
+            are_rows = all(begin % num_inputs == count % num_inputs == 0 for begin, count in self.ranges.items())
+            sample = tensor[:1].to(self.dtype)
+            self.in_pieces = are_rows and tensor.shape == target.shape and target.is_contiguous()
+            self.in_pieces = self.in_pieces and self.places.takes_pieces(self.layer, rows, sample)
+        if self.in_pieces:
+            rows_RI = tensor.expand(target.shape).to(self.dtype)
+            self.places.take_piece(self.layer, rows_RI, int(target.storage_offset()) // num_inputs)
+        return self.in_pieces
 
     def _finish(self, weight_OI: Tensor) -> None:
         pieces = [self.pieces[row] for row in sorted(self.pieces)]
