@@ -572,7 +572,7 @@ REFUSED = {
     "other load formats": [
         """
         from vllm import LLM
-        LLM(model="demo", load_format="tensorizer")
+        LLM(model="demo", load_format="npcache")
         """,
     ],
     "CPU offloading of weights or KV cache": [

@@ -20,7 +20,7 @@ CONFIG = EngineConfig.create("demo", device="cpu")
     [
         ({"cache_config": {"block_size": 8}}, "cannot change 'cache_config'. Allowed: load_config, model_config"),
         ({"load_config": {"load_formt": "pt"}}, r"cannot change load_config\.load_formt .*Allowed: load_format"),
-        ({"load_config": {"load_format": "tensorizer"}}, "load_format='tensorizer' is not valid. Allowed: auto"),
+        ({"load_config": {"load_format": "npcache"}}, "load_format='npcache' is not valid. Allowed: auto"),
         ({"load_config": {"use_tqdm_on_load": 1}}, "use_tqdm_on_load=1 is not valid"),
         ({"load_config": {"model_loader_extra_config": {"pattern": "x"}}}, "pattern, which load_format='auto'"),
         (

@@ -160,7 +160,7 @@ def test_a_failure_names_method_rank_and_cause(caplog: pytest.LogCaptureFixture)
     assert "Rank 0: fail failed" in caplog.text
 
 
-@pytest.mark.parametrize("method", ["save_tensorized_model"])
+@pytest.mark.parametrize("method", ["elastic_ep_execute"])
 def test_what_is_not_built_is_refused_by_the_features_name(method: str) -> None:
     wrapper = _wrapper()
     with pytest.raises(UnsupportedFeature, match=f"{method}: .* is not supported yet"):

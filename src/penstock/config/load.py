@@ -14,17 +14,21 @@ from penstock.errors import ConfigError
 
 SHARDED_STATE = "sharded_state"
 SHARDED_STATE_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
-LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", SHARDED_STATE, "dummy")
+TENSORIZER = "tensorizer"
+# Formats of weights as they are in memory.
+STATES = (SHARDED_STATE, TENSORIZER)
+LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", *STATES, "dummy")
 
 
 @dataclass(frozen=True, slots=True)
 class LoadConfig:
     """load_format: "auto" takes safetensors, else PyTorch `.bin`, else GGUF files; "sharded_state" takes the
-        files of `save_sharded_state`; "dummy" takes random weights.
+        files of `save_sharded_state`, "tensorizer" that of `save_tensorized_model`; "dummy" takes random weights.
     use_tqdm_on_load: show a progress bar when standard error is a terminal.
     weight_cache_dir: folder where quantised weights are kept as they are in memory, so that a later start with the same
         checkpoint, options and kernels reads them in place of quantising, packing and calibrating; None keeps none.
-    model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files.
+    model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files,
+        "tensorizer" has `tensorizer_uri`, with %03d for the rank of several.
     """
 
     load_format: str = field(default="auto", metadata=listed(", ".join(LOAD_FORMATS[1:])))
@@ -42,7 +46,7 @@ class LoadConfig:
             return
         if not isinstance(extra, Mapping):
             raise ConfigError(f"model_loader_extra_config={extra!r} is not valid. Allowed: a dictionary.")
-        allowed = {"pattern"} if self.load_format == SHARDED_STATE else set()
+        allowed = {SHARDED_STATE: {"pattern"}, TENSORIZER: {"tensorizer_uri"}}.get(self.load_format, set())
         unknown = sorted(map(str, set(extra) - allowed))
         if unknown:
             raise ConfigError(
@@ -50,6 +54,13 @@ class LoadConfig:
                 f"take. Allowed: {', '.join(sorted(allowed)) or 'nothing'}."
             )
         check_sharded_state_pattern(self.sharded_state_pattern)
+        if not isinstance(self.tensorizer_uri, str | None):
+            raise ConfigError(f"tensorizer_uri={self.tensorizer_uri!r} is not valid. Allowed: a path or an address.")
+
+    @property
+    def tensorizer_uri(self) -> str | None:
+        """File of `load_format="tensorizer"`; None for that of the model's folder."""
+        return (self.model_loader_extra_config or {}).get("tensorizer_uri")
 
     @property
     def sharded_state_pattern(self) -> str:

@@ -41,6 +41,7 @@ EFFECTS: Mapping[str, RpcEffects] = {
     "reload_weights": RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
     "load_weights": RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
     "save_sharded_state": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
+    "save_tensorized_model": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
     "apply_model": RpcEffects(uses=(WEIGHTS,)),
     "execute_dummy_batch": RpcEffects(uses=MEMORY_TAGS),
     "profile": RpcEffects(is_profile=True),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from penstock.checkpoints.json_file import clipped
 from penstock.checkpoints.size_limits import describe_sizes
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
-from penstock.config.load import SHARDED_STATE
+from penstock.config.load import SHARDED_STATE, STATES
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
 from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError
@@ -26,7 +26,6 @@ from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.kv_cache_scales import CheckpointScales
 from penstock.loader.live_memory import LiveMemory
-from penstock.loader.packed_files import peek_state, read_state
 from penstock.loader.packed_state import PackedLayers, PackedState, layouts_of
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
@@ -79,14 +78,12 @@ def load_model(
     mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
     weights that are damaged or do not fit.
     """
-    if source is None and load_config.load_format == SHARDED_STATE:
+    if source is None and load_config.load_format in STATES:
         with _naming(model_config.folder, load_config):
             packed = find_packed_state(model_config.folder, load_config, parallel_context)
             if packed is not None:
                 dtypes = dtype, weights_dtype
-                return restore(
-                    read_state(*packed), model_config, parallel_context, device.type, device, *dtypes, memory
-                )
+                return restore(packed.read(), model_config, parallel_context, device.type, device, *dtypes, memory)
     rounding = choose_rounding(model_config, load_config, device.type)
     if memory is None:
         if rounding is not None:
@@ -136,11 +133,11 @@ def load_without_memory(
     tensors: meta tensors of the checkpoint, if its files are not local. Raises what `load_model` raises. Returns the
     number of parameters too, which packed weights do not show.
     """
-    if tensors is None and load_config.load_format == SHARDED_STATE:
+    if tensors is None and load_config.load_format in STATES:
         with _naming(model_config.folder, load_config):
             packed = find_packed_state(model_config.folder, load_config, parallel_context)
             if packed is not None:
-                model = restore(peek_state(*packed), model_config, parallel_context, kind, META, dtype, weights_dtype)
+                model = restore(packed.peek(), model_config, parallel_context, kind, META, dtype, weights_dtype)
                 return model, sum(
                     parameter.numel() for parameter in build_model(model_config, parallel_context).parameters()
                 )
@@ -411,7 +408,7 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
     try:
         packed = find_packed_state(folder, load_config, parallel_context)
         if packed is not None:
-            return str(packed[1].get("weights_dtype"))
+            return str(packed.header.get("weights_dtype"))
         return stored_dtype(peek_weights(folder, load_config, parallel_context))
     except CheckpointError:
         return None

@@ -8,6 +8,7 @@ import secrets
 import zlib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,21 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFiles:
+    """A packed state in safetensors files."""
+
+    files: WeightFiles
+    header: Mapping[str, Any]
+
+    def read(self) -> PackedState:
+        return read_state(self.files, self.header)
+
+    def peek(self) -> PackedState:
+        """The state with meta tensors."""
+        return peek_state(self.files, self.header)
 
 
 def read_header(files: WeightFiles) -> dict[str, Any] | None:

@@ -11,20 +11,20 @@ import shutil
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from penstock.checkpoints.json_file import clipped, shown
 from penstock.config import LoadConfig
-from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN, check_sharded_state_pattern
+from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN, TENSORIZER, check_sharded_state_pattern
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
 from penstock.layers.weights import WeightSlot
 from penstock.loader.kv_cache_scales import scales_of_state
-from penstock.loader.packed_files import metadata_of, read_header, write_tensors
+from penstock.loader.packed_files import PackedFiles, metadata_of, read_header, write_tensors
 from penstock.loader.packed_state import PackedState
 from penstock.loader.safetensors import opened
+from penstock.loader.tensorized import TensorizedState, default_uri
 from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelState
 
@@ -127,13 +127,18 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> W
 
 def find_packed_state(
     folder: Path, load_config: LoadConfig, parallel: ParallelState
-) -> tuple[WeightFiles, dict[str, Any]] | None:
-    """Return the files and the header of this rank's packed state; None for another load format, or float weights."""
+) -> PackedFiles | TensorizedState | None:
+    """Return this rank's packed state; None for another load format, or a sharded state of floats.
+
+    Raises CheckpointError for missing or damaged files.
+    """
+    if load_config.load_format == TENSORIZER:
+        return TensorizedState.open(load_config.tensorizer_uri or default_uri(folder), parallel)
     if load_config.load_format != SHARDED_STATE:
         return None
     files = find_sharded_files(folder, load_config.sharded_state_pattern, parallel)
     header = read_header(files)
-    return None if header is None else (files, header)
+    return None if header is None else PackedFiles(files, header)
 
 
 def _number_of_parts(path: Path, written: str) -> int:

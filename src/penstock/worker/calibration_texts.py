@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.load import SHARDED_STATE
+from penstock.config.load import STATES
 from penstock.config.model import AUTO_CALIBRATION, NO_QUANTIZATION
 from penstock.device import Device, DtypeChoice
 from penstock.errors import ConfigError
@@ -90,7 +90,7 @@ def _why_not_general(
         return "calibration runs on CPUs"
     if parallel.pipeline.size > 1:
         return "a pipeline stage has some of the layers"
-    if load_config.load_format in ("dummy", SHARDED_STATE):
+    if load_config.load_format in ("dummy", *STATES):
         return f"the weights have load_format={load_config.load_format!r}"
     if runs_through_transformers(config):
         return "the layers are those of Transformers"

@@ -367,7 +367,6 @@ class Missing:
 
 
 MISSING = (
-    Missing("saving tensorised models", ("save_tensorized_model",), "Use save_sharded_state."),
     Missing("KV transfer", ("get_kv_connector_handshake_metadata",), "Run prefill and decode in one engine."),
     Missing("elastic expert parallelism", ("elastic_ep_execute",), "Start the engine again with another size."),
 )

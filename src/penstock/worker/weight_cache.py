@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.load import SHARDED_STATE
+from penstock.config.load import STATES
 from penstock.device import Device, DtypeChoice
 from penstock.device.capability import gpu_capability
 from penstock.errors import CheckpointError
@@ -103,7 +103,7 @@ class WeightCache:
         return loaded
 
     def _is_quantized(self) -> bool:
-        is_read = self._load.load_format not in ("dummy", SHARDED_STATE) and not runs_through_transformers(self._model)
+        is_read = self._load.load_format not in ("dummy", *STATES) and not runs_through_transformers(self._model)
         return is_read and choose_rounding(self._model, self._load, self._device.kind) is not None
 
     def _read(self, path: Path) -> CausalLM | None:

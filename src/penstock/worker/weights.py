@@ -26,6 +26,7 @@ from penstock.loader.live_memory import LiveMemory
 from penstock.loader.loader import build_model, load_model, load_without_memory
 from penstock.loader.packed_state import PackedState, is_quantized_model
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
+from penstock.loader.tensorized import write_tensorized
 from penstock.loader.weight_source import WeightSource
 from penstock.loader.weight_update import WeightUpdate
 from penstock.models.attention_layers import cache_layers, choose_state_dtypes
@@ -278,6 +279,11 @@ class Weights:
         if self._parallel.rank == 0:
             _copy_configuration(current, folder)
         return [str(file) for file in written]
+
+    def save_tensorized(self, uri: str, current: ModelConfig) -> str:
+        """See `Worker.save_tensorized_model`."""
+        with torch.no_grad():
+            return write_tensorized(self._packed_state(current), uri, self._parallel)
 
     def _packed_state(self, current: ModelConfig) -> PackedState:
         return PackedState.of(self.causal_lm, current, self._device.kind, (self._dtype.name, self._dtype.weights))

@@ -19,6 +19,7 @@ from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels, why_no_tiles
 from penstock.loader.loader import find_stored_dtype
+from penstock.loader.tensorized import uri_of
 from penstock.loader.weight_update import WeightUpdate
 from penstock.models.causal_lm import CausalLM
 from penstock.models.interface import LanguageModel
@@ -307,6 +308,14 @@ class Worker(NamesForExtensions, WorkerBase):
         Rank 0 copies the configuration and the tokenizer too.
         """
         return self.weights.save(path, pattern, max_size, self.config.model)
+
+    def save_tensorized_model(self, tensorizer_config: Any) -> str:
+        """Write the weights as they are in memory by tensorizer, for load_format="tensorizer"; return this rank's file.
+
+        tensorizer_config: the file's path or address, with %03d for the rank of several; or an object or a dictionary
+        with it as `tensorizer_uri`.
+        """
+        return self.weights.save_tensorized(uri_of(tensorizer_config), self.config.model)
 
     def get_model_inspection(self) -> str:
         """Return the module tree as text, with sizes, dtypes and linear methods.

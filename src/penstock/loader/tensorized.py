@@ -1,0 +1,123 @@
+"""Packed states in files of the package tensorizer, one per rank. The header is a tensor of bytes among the others."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.device.operator_sizes import META
+from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
+from penstock.loader.packed_state import PackedState
+from penstock.parallel import ParallelState
+
+_HEADER, _FORMS = "penstock_packed_state", "tensors"
+_PATTERN = "model-rank-%03d.tensors"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorizedState:
+    """header: as of `PackedState`, with dtype and shape of each tensor."""
+
+    uri: str
+    header: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, uri: str, parallel: ParallelState) -> TensorizedState:
+        """Read the header of this rank's file. Raises CheckpointError for a missing or damaged one."""
+        path = _of_rank(uri, parallel)
+        found = _read(path, lambda name: name == _HEADER)
+        if _HEADER not in found:
+            raise CheckpointError(f"{path} was not written by save_tensorized_model. Save the model with it.")
+        header = json.loads(bytes(found[_HEADER].tolist()))
+        if header["world_size"] != parallel.world_size:
+            raise CheckpointError(
+                f"{path} was saved by {header['world_size']} ranks, but there are {parallel.world_size} here. Load the "
+                "checkpoint that it was made from, and save it again."
+            )
+        return cls(path, header)
+
+    def read(self) -> PackedState:
+        tensors = _read(self.uri, lambda name: name != _HEADER)
+        return PackedState(self.header, tensors)
+
+    def peek(self) -> PackedState:
+        """The state with meta tensors."""
+        forms = self.header[_FORMS].items()
+        return PackedState(
+            self.header,
+            {name: torch.empty(shape, dtype=getattr(torch, dtype), device=META) for name, (dtype, shape) in forms},
+        )
+
+
+def write_tensorized(state: PackedState, uri: str, parallel: ParallelState) -> str:
+    """Write this rank's file; return its name. Raises CheckpointError if it cannot be written."""
+    path = _of_rank(uri, parallel)
+    forms = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
+    header = {**state.header, "world_size": parallel.world_size, _FORMS: forms}
+    written = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
+    tensorizer = _tensorizer()
+    try:
+        serializer = tensorizer.TensorSerializer(path)
+        serializer.write_state_dict({**state.tensors, _HEADER: written})
+        serializer.close()
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be written: {error}.") from error
+    return path
+
+
+def uri_of(tensorizer_config: Any) -> str:
+    """The address in a configuration of tensorizer. Raises ConfigError without one."""
+    found = tensorizer_config
+    if not isinstance(found, str):
+        found = found.get("tensorizer_uri") if isinstance(found, Mapping) else getattr(found, "tensorizer_uri", None)
+    if not isinstance(found, str) or not found:
+        raise ConfigError(
+            f"tensorizer_config={tensorizer_config!r} is not valid. Allowed: a path or an address, or a dictionary "
+            "with it as tensorizer_uri."
+        )
+    return found
+
+
+def default_uri(folder: Path) -> str:
+    """The file that is taken without `tensorizer_uri`."""
+    return str(folder / _PATTERN)
+
+
+def _of_rank(uri: str, parallel: ParallelState) -> str:
+    """Put the rank in the place of %03d."""
+    if "%" in uri:
+        try:
+            return uri % parallel.rank
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"tensorizer_uri={uri!r} is not valid: {error}. Allowed: one %03d.") from error
+    if parallel.world_size > 1:
+        raise ConfigError(f"tensorizer_uri={uri!r} is one file for {parallel.world_size} ranks. Add %03d for the rank.")
+    return uri
+
+
+def _read(path: str, is_wanted: Any) -> dict[str, Tensor]:
+    tensorizer = _tensorizer()
+    try:
+        with tensorizer.TensorDeserializer(path, device="cpu", filter_func=is_wanted, verify_hash=False) as file:
+            return dict(file.items())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read by tensorizer: {error}. Save the model again.") from error
+
+
+def _tensorizer() -> ModuleType:
+    try:
+        import tensorizer
+    except ImportError as error:
+        raise UnsupportedFeature(
+            f"load_format='tensorizer' and save_tensorized_model need the package tensorizer: {error}. Install it: "
+            "pip install 'penstock[tensorizer]'."
+        ) from error
+    found: ModuleType = tensorizer
+    return found
