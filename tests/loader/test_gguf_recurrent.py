@@ -135,6 +135,7 @@ def test_halves_of_a_matrix_that_are_two_tensors_keep_their_blocks(tmp_path: Pat
 
 def test_scales_of_groups_follow_their_heads() -> None:
     heads, generator = GroupedHeads(num_keys=2, num_values=3, size=8, dim=1), torch.Generator().manual_seed(0)
+    assert (heads.apply(torch.arange(48)[None])[0, ::8] // 8).tolist() == [0, 2, 4, 1, 3, 5]
     values_OI, scales_OG = torch.randn(4, 48, generator=generator), torch.randn(4, 12, generator=generator)
     scaled_OI = heads.apply(values_OI) * heads.of_grid(scales_OG).repeat_interleave(4, 1)
     assert torch.equal(heads.apply(values_OI * scales_OG.repeat_interleave(4, 1)), scaled_OI)
