@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,7 @@ from penstock.config import vllm
 from penstock.config.engine import option_is_flag, option_names
 from penstock.contract.named_parameters import NamedParameters
 from penstock.errors import ConfigError, InvalidParameter, PenstockError, UnknownOption, UnsupportedFeature
+from penstock.server.options import ServerOptions
 from penstock.system import env
 from support.fake_engine import write_model
 
@@ -443,7 +445,7 @@ def test_variables_of_vllm_are_named_with_what_is_read_instead(
     (record,) = caplog.records
     assert "VLLM_CPU_KVCACHE_SPACE (here: kv_cache_memory_bytes), " in record.getMessage()
     assert record.getMessage().endswith(", VLLM_USE_V1.")
-    known = [*option_names(), *env._REPORTED]
+    known = [*option_names(), *env._REPORTED, *(field.name for field in dataclasses.fields(ServerOptions))]
     assert set(TABLE.other_names["environment"].values()) <= set(known)
 
 
