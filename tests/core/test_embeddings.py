@@ -28,10 +28,20 @@ pytest.importorskip("sentence_transformers")
 
 TEXTS = [random_text(num_words, seed=num_words) for num_words in (1, 3, 17, 40, 100, 5, 64)]
 _DISTIL = {"vocab_size": len(VOCAB), "dim": 32, "hidden_dim": 56, "n_layers": 2, "n_heads": 4}
+_DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+}
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "Qwen3": ("last", {**TINY_DECODER, "head_dim": 16}, "lasttoken"),
     "Mistral": ("last", TINY_DECODER, "mean"),
     "Llama": ("last", TINY_DECODER, "cls"),
+    "Qwen3_5Text": ("last", {**TINY_DECODER, **_DELTA}, "mean"),
+    "Mamba": ("last", {"vocab_size": len(VOCAB), "hidden_size": 32, "num_hidden_layers": 2}, "lasttoken"),
     "Bert": ("bert", TINY_ENCODER, "mean"),
     "Roberta": ("roberta", {**TINY_ENCODER, "type_vocab_size": 1, "pad_token_id": 1}, "cls"),
     "XLMRoberta": ("roberta", {**TINY_ENCODER, "type_vocab_size": 1, "pad_token_id": 1}, "mean"),

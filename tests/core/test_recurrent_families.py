@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from core.plugins import assert_equal
+from penstock.config import EngineConfig
 from penstock.contract import RecurrentStateSpec, RpcCall, SamplingParams, StructuredOutputsParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.planning.plan import plan_engine
@@ -326,3 +327,14 @@ def test_ranks_and_stages_give_the_tokens_of_one_worker(model: Model, options: d
             assert result.error is None, result.error
             assert_greedy_continuation(model.oracle, prompt, result)
     core.close()
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "mamba2", "recurrent_gemma"])
+@pytest.mark.one_path(reason="configurations alone")
+def test_models_whose_configurations_name_no_context_have_a_default_one_and_no_limit(
+    family: str, tmp_path: Path
+) -> None:
+    folder = tiny_checkpoint(tmp_path, family).folder
+    config = EngineConfig.create(str(folder), device="cpu").model
+    assert config.longest_context == (8192 if family == "recurrent_gemma" else 2048)
+    assert EngineConfig.create(str(folder), device="cpu", max_model_len=100_000).model.planned_context == 100_000

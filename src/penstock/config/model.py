@@ -54,12 +54,12 @@ _CONTEXT_FIELDS = (
 # Longest contexts where `config.json` has none of these, by model type: those of Transformers' configuration, or of the
 # texts that the first published models were trained with.
 _DEFAULT_CONTEXTS = {
-    **dict.fromkeys(("bloom", "falcon", "mpt", "mamba2"), 2048),
+    **dict.fromkeys(("bloom", "falcon", "mpt", "mamba", "mamba2", "falcon_mamba"), 2048),
     **dict.fromkeys(("t5", "mt5", "umt5"), 512),
     "recurrent_gemma": 8192,
 }
 # Model types whose positions are distances alone, or that have none, so that a longer context may be asked for.
-_WITHOUT_LIMIT = ("t5", "mt5", "umt5", "mamba2", "recurrent_gemma")
+_WITHOUT_LIMIT = ("t5", "mt5", "umt5", "mamba", "mamba2", "falcon_mamba", "recurrent_gemma")
 # Fields of the hidden size, by architecture.
 _HIDDEN_FIELDS = ("hidden_size", "n_embd", "dim", "d_model")
 # Fields of the number of layers, by architecture; of the decoder, beside an encoder.
