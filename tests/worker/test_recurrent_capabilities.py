@@ -13,6 +13,7 @@ from test_capabilities import (
     CORE,
     ENGINES,
     LAUNCHED,
+    POOLING,
     SCATTERED,
     STAGES,
     TENSOR,
@@ -22,6 +23,7 @@ from test_capabilities import (
     always,
     assert_near,
     drafting,
+    pooled,
     try_together,
     with_adapters,
     with_head,
@@ -113,9 +115,11 @@ OF_HYBRIDS = {
     "EAGLE-3": Way(with_head_on_layers, of_size_of_heads),
     "MTP": Way(drafting("mtp"), with_mtp),
     "LoRA adapters": Way(for_adapters, write_hybrid, attempt=with_adapters),
+    "pooling": Way(always(**POOLING), write_hybrid, attempt=pooled),
     "snapshots of all blocks": Way(always(mamba_cache_mode="all"), write_hybrid),
     "bfloat16 states": Way(always(mamba_cache_dtype="bfloat16"), write_hybrid, off_by=0.02),
     "no attention": Way(drafting("ngram", prompt_lookup_max=2), pure),
+    "no attention, pooling": Way(always(**POOLING), pure, attempt=pooled),
 }
 STAGES_OF = {"MTP": {"pipeline_layers": (2, 2)}}
 
