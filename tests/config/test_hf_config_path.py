@@ -48,9 +48,9 @@ def test_a_file_whose_metadata_cannot_be_expressed_takes_a_given_configuration(t
 
 def test_an_architecture_without_names_is_refused_even_with_a_configuration(tmp_path):
     save_checkpoint(tiny_model("llama"), tmp_path / "original")
-    changes = {"general.architecture": "mamba"}
+    changes = {"general.architecture": "rwkv7"}
     path = write_gguf(tiny_model("llama"), "llama", tmp_path / "tiny.gguf", changes=changes)
-    with pytest.raises(UnsupportedModel, match="mamba"):
+    with pytest.raises(UnsupportedModel, match="rwkv7"):
         LLM(path, hf_config_path=tmp_path / "original", tokenizer="demo")
 
 

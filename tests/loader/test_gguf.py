@@ -166,7 +166,7 @@ def test_a_config_json_beside_the_file_takes_precedence(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"general.architecture": "mamba"}, r"general\.architecture='mamba'.*Supported: deepseek2, .*qwen3"),
+        ({"general.architecture": "rwkv7"}, r"general\.architecture='rwkv7'.*Supported: deepseek2, .*qwen3"),
         ({"llama.expert_count": 8}, r"llama\.expert_count=8: a mixture of experts"),
     ],
 )

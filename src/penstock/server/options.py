@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.config.checks import check_choice, check_seconds
 from penstock.errors import ConfigError
-from penstock.server.http.guards import RL_PATHS
 from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 
 if TYPE_CHECKING:
@@ -126,6 +125,9 @@ class ServerOptions:
 
     def serves_admin_path(self, path: str) -> bool:
         """Whether a route that changes the engine is there."""
+        # Imports of the HTTP library, which `--help` must not wait for.
+        from penstock.server.http.guards import RL_PATHS
+
         return self.enable_admin or (self.rl_routes_without_key and path in RL_PATHS)
 
     @property

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from penstock.config import LoRAConfig
+from penstock.config.weight_transfer import WeightTransferConfig
 from penstock.contract import Parts, RpcCall, SamplingParams, part_of
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, CheckpointError, InvalidRequest, ProcessLost
@@ -261,6 +262,7 @@ def test_a_new_core_gets_what_requests_cannot_read_again() -> None:
 def test_an_engine_without_adapters_says_so() -> None:
     config: Any = SimpleNamespace(
         lora=LoRAConfig(),
+        weight_transfer=WeightTransferConfig(),
         model=SimpleNamespace(
             pooling=None, pools=False, media_limits={}, enable_prompt_embeds=False, is_encoder_decoder=False
         ),

@@ -74,7 +74,13 @@ class GptqFormat(CheckpointFormat):
         order_I = None
         if "g_idx" in tensors:
             check_shape(f"{layer}.g_idx", tensors["g_idx"], torch.int32, num_inputs)
-            order_I = input_order(f"{layer}.g_idx", tensors["g_idx"], group_size, num_groups)
+            order_I = input_order(
+                f"{layer}.g_idx",
+                tensors["g_idx"],
+                group_size,
+                num_groups,
+                is_reordered=self.checkpoint.is_reordered,
+            )
         values_OI = unpack_rows(words).t()
         scales_OG = tensors["scales"].t().float().contiguous()
         grid = Grid(4, group_size, scales_OG, minimums_of(zeros_GO.t(), scales_OG), order_I=order_I)
@@ -133,7 +139,13 @@ class PackedCompressedFormat(CheckpointFormat):
         order_I = None
         if "weight_g_idx" in tensors:
             check_shape(f"{layer}.weight_g_idx", tensors["weight_g_idx"], torch.int32, num_inputs)
-            order_I = input_order(f"{layer}.weight_g_idx", tensors["weight_g_idx"], group_size, num_groups)
+            order_I = input_order(
+                f"{layer}.weight_g_idx",
+                tensors["weight_g_idx"],
+                group_size,
+                num_groups,
+                is_reordered=self.checkpoint.is_reordered,
+            )
         values_OI = unpack_columns(words)[:, :num_inputs]
         scales_OG = tensors["weight_scale"].float()
         grid = Grid(4, group_size, scales_OG, minimums_of(zeros_OG, scales_OG), order_I=order_I)

@@ -76,7 +76,7 @@ def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
     first = grids[0]
     for name, grid in zip(names, grids, strict=True):
         same_order = (grid.order_I is None) == (first.order_I is None) and (
-            grid.order_I is None or first.order_I is None or torch.equal(grid.order_I, first.order_I)
+            grid.order_I is None or first.order_I is None or _are_alike(grid.order_I, first.order_I)
         )
         if (grid.bits, grid.group_size) != (first.bits, first.group_size) or not same_order:
             raise UnsupportedFeature(
@@ -89,6 +89,11 @@ def join_grids(grids: Sequence[Grid], names: Sequence[str]) -> Grid:
         scales_OG=torch.cat([grid.scales_OG for grid in grids]),
         minimums_OG=torch.cat(minimums) if minimums else None,
     )
+
+
+def _are_alike(order_I: Tensor, other_I: Tensor) -> bool:
+    """Whether two orders are equal; on the meta device, whose values are not known, they count as such."""
+    return order_I.is_meta or torch.equal(order_I, other_I)
 
 
 def on_grid(values_OI: Tensor, grid: Grid) -> Tensor:

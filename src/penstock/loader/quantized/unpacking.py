@@ -34,13 +34,14 @@ def check_shape(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int) -> N
         )
 
 
-def input_order(name: str, group_I: Tensor, group_size: int, num_groups: int) -> Tensor | None:
-    """Return the inputs by group, from each input's group; None if groups are contiguous, or on the meta device.
+def input_order(name: str, group_I: Tensor, group_size: int, num_groups: int, *, is_reordered: bool) -> Tensor | None:
+    """Return the inputs by group, from each input's group; None if groups are contiguous.
 
+    is_reordered: whether the checkpoint says that they are not, which is believed on the meta device.
     Raises CheckpointError for a group of a wrong size.
     """
     if group_I.is_meta:
-        return None
+        return torch.argsort(group_I) if is_reordered else None
     group_I = group_I.long()
     sizes = torch.full((num_groups,), group_size, device=group_I.device)
     sizes[-1] = group_I.numel() - group_size * (num_groups - 1)
