@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -109,9 +110,11 @@ class WeightUpdate:
 
     def _fail(self, error: BaseException) -> None:
         """Let the buckets that wait end with an error."""
-        if self._current is not None:
-            self._current.set_exception(error)
-        while not self._buckets.empty():
-            bucket = self._buckets.get()
-            if bucket is not None:
-                bucket[1].set_exception(error)
+        current, self._current = self._current, None
+        if current is not None:
+            current.set_exception(error)
+        with suppress(queue.Empty):
+            while True:
+                bucket = self._buckets.get_nowait()
+                if bucket is not None:
+                    bucket[1].set_exception(error)

@@ -39,6 +39,9 @@ class WeightUpdates:
         self._opened_itself = False
         self._last: WeightUpdate | None = None
         self.why_undefined: str | None = None
+        # As it was before the update that is going on, of which no tensor may have come.
+        self._why_before: str | None = None
+        self._has_begun = False
         self.version, self.is_pushed = 0, False
         self._waiting: Future[Any] | None = None
 
@@ -51,7 +54,8 @@ class WeightUpdates:
         self.abandon()
         self.forget_error()
         self._update, self._is_in_place = self._begin(is_checkpoint_format, is_atomic)
-        self._opened_itself = False
+        self._opened_itself, self._has_begun = False, False
+        self._why_before = self.why_undefined
 
     def take(self, tensors: NamedTensors) -> None:
         """Take in tensors, in any order. Raises LifecycleError without `start`, and what the loader raises."""
@@ -61,8 +65,9 @@ class WeightUpdates:
     def begin(self, tensors: NamedTensors) -> Future[None]:
         """As `take`, without waiting: another thread asks for the tensors, and `status` says when they are in."""
         update = self._started("update_weights")
-        if self._waiting is not None and not self._waiting.done():
+        if self.are_arriving:
             raise LifecycleError("update_weights: the weights of the call before are still arriving. Wait for it.")
+        self._has_begun = True
         if self._is_in_place:
             self.why_undefined = "a weight update has begun and is not finished"
         self._waiting = update.begin(tensors)
@@ -101,10 +106,7 @@ class WeightUpdates:
         if update is None:
             return
         update.abandon()
-        if self._is_in_place and update.taken:
-            self._note_failure(update, LifecycleError("The weight update was abandoned."))
-        else:
-            self.why_undefined = None
+        self._note_failure(update, LifecycleError("The weight update was abandoned."))
 
     def forget_error(self) -> None:
         """Forget how the last transfer ended."""
@@ -129,6 +131,11 @@ class WeightUpdates:
         self.version = self.version + 1 if version is None else version
 
     @property
+    def are_arriving(self) -> bool:
+        """Whether another thread writes tensors."""
+        return self._waiting is not None and not self._waiting.done()
+
+    @property
     def why_failed(self) -> str | None:
         """Why the update that is going on cannot be finished."""
         if self._update is None or not self._update.is_over:
@@ -137,7 +144,7 @@ class WeightUpdates:
 
     def status(self) -> dict[str, Any]:
         """State for the engine: whether tensors are arriving, what went wrong, and how many are missing."""
-        is_waiting = self._waiting is not None and not self._waiting.done()
+        is_waiting = self.are_arriving
         error = None if is_waiting or self._waiting is None else self._waiting.exception()
         if not is_waiting:
             self._note()
@@ -164,8 +171,8 @@ class WeightUpdates:
             self._note_failure(update, update.error)
 
     def _note_failure(self, update: WeightUpdate, error: BaseException | None) -> None:
-        if not self._is_in_place:
-            self.why_undefined = None
+        if not (self._is_in_place and self._has_begun):
+            self.why_undefined = self._why_before
             return
         taken = update.taken
         names = ", ".join(taken[:_SHOWN]) + (" and others" if len(taken) > _SHOWN else "")

@@ -305,8 +305,9 @@ class Worker(NamesForExtensions, WorkerBase):
         rank's files.
 
         pattern: file names, with {rank} and {part}. max_size: bytes per file, unless one tensor is larger.
-        Rank 0 copies the configuration and the tokenizer too.
+        Rank 0 copies the configuration and the tokenizer too. Raises LifecycleError while the weights are undefined.
         """
+        self.updates.check_defined()
         return self.weights.save(path, pattern, max_size, self.config.model)
 
     def save_tensorized_model(self, tensorizer_config: Any) -> str:
