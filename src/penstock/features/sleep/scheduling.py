@@ -61,6 +61,8 @@ class SleepScheduling(SchedulerFeature):
     def before_call(self, call: RpcCall) -> None:
         """Wake an idle core for a call that uses memory. Raises EngineAsleep where that is not there."""
         uses = self._tags_of_methods.get(call.method_name, call.effects.uses)
+        if uses and self._idle is not None:
+            self._idle.note_use()
         if self._state.is_idle:
             if uses or not call.method_name:
                 self._end_idling()

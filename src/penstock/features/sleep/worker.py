@@ -50,6 +50,8 @@ class SleepWorker(WorkerFeature):
     def reserve_sleep(self, level: int, tags: Sequence[str]) -> str | None:
         """Back up what these tags keep, before anything is given back. Returns why that fails."""
         self.cancel_sleep()
+        if WEIGHTS in tags and self._memory.updates.are_arriving:
+            return "Weights of a trainer are arriving. Let the engine sleep once update_weights has returned."
         self._device.synchronize()
         for tag in tags:
             if tag in self._asleep:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
+from penstock.contract.memory_tags import WEIGHTS
 from penstock.features.weight_transfer.messages import WeightVersion
 
 
@@ -35,4 +36,5 @@ FEATURE = Feature(
         "weight_update_status",
         "restore_weights_after_loss",
     ),
+    memory_of_methods=dict.fromkeys(("start_weight_update", "update_weights", "finish_weight_update"), (WEIGHTS,)),
 )
