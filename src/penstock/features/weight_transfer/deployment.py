@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.contract import RpcCall
+from penstock.contract.rpc import WeightChange
 from penstock.features.deployment import DeploymentFeature, DeploymentServices
 from penstock.features.weight_transfer.state import RankStatus, WeightsState
 
@@ -25,6 +26,11 @@ class WeightTransferDeployment(DeploymentFeature):
 
     def calls_of_new_core(self) -> Iterable[RpcCall]:
         return (RpcCall("restore", (self._state,)),) if self._state.is_pushed else ()
+
+    def call_done(self, call: RpcCall) -> None:
+        """Note the weights that a call has loaded in another way."""
+        if call.effects.weights is WeightChange.NOW:
+            self._call("weight_update_status", False)
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any], *, wait: bool = True) -> list[RankStatus]:
         return self._call("init_weight_transfer_engine", wait, init_info)
@@ -52,9 +58,10 @@ class WeightTransferDeployment(DeploymentFeature):
         if wait:
             raise_first(answers)
         newest = min((status.version for status in answers), default=0)
-        if newest != self._state.version:
-            # A core that replaces a lost one gets what the first rank has kept.
-            self._state = WeightsState(newest, is_pushed=answers[0].is_pushed, folder=answers[0].folder)
+        # A core that replaces a lost one gets what the first rank has kept.
+        state = WeightsState(newest, is_pushed=answers[0].is_pushed, folder=answers[0].folder)
+        if state != self._state:
+            self._state = state
             self._on_change(self._state)
         return answers
 

@@ -21,7 +21,7 @@ _FILE_BYTES = 256 << 20
 class Journal:
     """Checkpoints of updates in a folder: the newest complete one, and the one that is arriving.
 
-    newest: folder of the former; None before the first one.
+    newest: folder of the former, with weights of `version`; None before the first one.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -33,6 +33,7 @@ class Journal:
         complete = [path for path in folder.glob("version-*") if path.is_dir()]
         newest = max(complete, key=lambda path: path.stat().st_mtime_ns, default=None)
         self.newest: str | None = None if newest is None else str(newest)
+        self.version: int | None = None
 
     def begin(self) -> None:
         """Begin a checkpoint; what has arrived of another one is dropped."""
@@ -55,7 +56,7 @@ class Journal:
         complete = self._folder / f"version-{version}"
         shutil.rmtree(complete, ignore_errors=True)
         os.replace(self._arriving, complete)
-        before, self.newest = self.newest, str(complete)
+        before, self.newest, self.version = self.newest, str(complete), version
         if before is not None and before != self.newest:
             shutil.rmtree(before, ignore_errors=True)
         self._files = {}

@@ -95,13 +95,14 @@ class WeightTransferScheduling(SchedulerFeature):
             if method != "weight_update_status":
                 self._note(self._services.call_workers(RpcCall("weight_update_status")))
             raise
-        self._note(statuses)
+        self._note(statuses, is_finished=method == "finish_weight_update")
         return statuses
 
-    def _note(self, statuses: Sequence[RankStatus]) -> None:
+    def _note(self, statuses: Sequence[RankStatus], *, is_finished: bool = False) -> None:
+        """is_finished: whether an update has ended, maybe with the version of the one before."""
         why = next((status.why_undefined for status in statuses if status.why_undefined is not None), None)
         version = min(status.version for status in statuses)
-        is_new = version != self._state.version and all(status.why_undefined is None for status in statuses)
+        is_new = why is None and (is_finished or version != self._state.version)
         if (why is not None and self._why_undefined is None) or is_new:
             # Running requests go on from their tokens, with the new weights.
             self._scheduler.reset_prefix_cache(reset_running_requests=True)

@@ -98,6 +98,8 @@ class WeightTransferWorker(WorkerFeature):
                 raise CheckpointError("recovery is 'undefined'")
             self._reload(folder)
             self._updates.define(version)
+            if self._journal is not None:
+                self._journal.version = version
         except PenstockError as error:
             self._updates.why_undefined = f"{why} ({error})"
             self._updates.version = version
@@ -121,8 +123,15 @@ class WeightTransferWorker(WorkerFeature):
             why_undefined=status["why_undefined"],
             version=status["version"],
             is_pushed=self._updates.is_pushed,
-            folder=None if self._journal is None else self._journal.newest,
+            folder=self._folder,
         )
+
+    @property
+    def _folder(self) -> str | None:
+        """Folder where these weights are kept; None where they are not, such as those of a call of `load_weights`."""
+        if self._journal is None or not self._updates.is_pushed or self._journal.version != self._updates.version:
+            return None
+        return self._journal.newest
 
     def close(self) -> None:
         self._backend.close()
