@@ -66,3 +66,6 @@ def test_an_update_out_of_turn_is_no_failure_of_the_server(server: Served) -> No
     for path, body in (("/update_weights", {"update_info": {}}), ("/finish_weight_update", {})):
         assert server.post(path, body).status in (400, 409)
     assert answer(server)
+    assert server.post("/start_weight_update", {}).status == 200
+    # Tensors are missing.
+    assert server.post("/finish_weight_update", {}).status == 409

@@ -12,7 +12,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.errors import ConfigError, LifecycleError, UnsupportedFeature, WaitTimeout, WeightTransferFailed
+from penstock.errors import (
+    ConfigError,
+    EngineAsleep,
+    LifecycleError,
+    ModelError,
+    UnsupportedFeature,
+    WaitTimeout,
+    WeightTransferFailed,
+)
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response
 from penstock.server.protocol.responses import errors
@@ -78,5 +86,5 @@ def _refusals() -> Iterator[None]:
         yield
     except (ConfigError, UnsupportedFeature) as error:
         raise ApiError(400, str(error)) from error
-    except (LifecycleError, WeightTransferFailed, WaitTimeout) as error:
+    except (EngineAsleep, LifecycleError, ModelError, WeightTransferFailed, WaitTimeout) as error:
         raise ApiError(409, str(error), code="weight_update_refused") from error
