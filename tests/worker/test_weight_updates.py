@@ -101,8 +101,9 @@ def test_tensors_after_the_last_one_open_nothing(
 def test_no_step_runs_while_weights_are_undefined(core: EngineCore, folders: tuple[Path, Path]) -> None:
     load(core, *shuffled(folders[1])[:4])
     add(core, "waits", PROMPTS[0], greedy(12))
+    assert core.step() == []
     with pytest.raises(LifecycleError, match="weights are undefined: a weight update has begun"):
-        core.step()
+        worker_of(core).updates.check_defined()
 
 
 def test_a_failed_update_says_what_was_replaced_and_a_reload_ends_it(

@@ -36,10 +36,11 @@ class RpcEffects:
     uses: tuple[str, ...] = ()
 
 
+LOAD_WEIGHTS = "load_weights"
 EFFECTS: Mapping[str, RpcEffects] = {
     "update_config": RpcEffects(weights=WeightChange.NEXT_LOAD),
     "reload_weights": RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
-    "load_weights": RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
+    LOAD_WEIGHTS: RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
     "save_sharded_state": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
     "save_tensorized_model": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
     "apply_model": RpcEffects(uses=(WEIGHTS,)),

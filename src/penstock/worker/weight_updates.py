@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,19 @@ from penstock.models.causal_lm import CausalLM
 
 logger = logging.getLogger(__name__)
 _SHOWN = 4
+
+
+class Keeper(Protocol):
+    """Keeps the tensors of updates beyond the worker."""
+
+    def begin(self) -> None:
+        """Begin with an update; what has come of another one is dropped."""
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Keep a tensor. Raises CheckpointError where that fails."""
+
+    def finish(self, version: int) -> None:
+        """Note that the update is complete."""
 
 
 class WeightUpdates:
@@ -44,6 +57,14 @@ class WeightUpdates:
         self._has_begun = False
         self.version, self.is_pushed = 0, False
         self._waiting: Future[Any] | None = None
+        self._keeper: Keeper | None = None
+        self._is_kept, self._keeps_own = False, True
+
+    def keep_in(self, keeper: Keeper, *, is_whole_model: bool) -> None:
+        """Keep the tensors of a checkpoint's format. is_whole_model: whether this rank's model has all layers: one that
+        has not cannot tell when an update that has opened by itself has all tensors, and keeps none of it.
+        """
+        self._keeper, self._keeps_own = keeper, is_whole_model
 
     def start(self, *, is_checkpoint_format: bool = True, is_atomic: bool | None = None) -> None:
         """Start an update. Raises LifecycleError while another one is going on."""
@@ -55,6 +76,9 @@ class WeightUpdates:
         self.forget_error()
         self._update, self._is_in_place = self._begin(is_checkpoint_format, is_atomic)
         self._opened_itself, self._has_begun = False, False
+        self._is_kept = self._keeper is not None and is_checkpoint_format
+        if self._keeper is not None:
+            self._keeper.begin()
         self._why_before = self.why_undefined
 
     def take(self, tensors: NamedTensors) -> None:
@@ -70,7 +94,7 @@ class WeightUpdates:
         self._has_begun = True
         if self._is_in_place:
             self.why_undefined = "a weight update has begun and is not finished"
-        self._waiting = update.begin(tensors)
+        self._waiting = update.begin(self._kept(tensors) if self._is_kept else tensors)
         return self._waiting
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -81,6 +105,7 @@ class WeightUpdates:
                     continue
                 self.start()
                 self._opened_itself = True
+                self._is_kept = self._is_kept and self._keeps_own
             self.take([(name, tensor)])
             if self._opened_itself and self._started("load_weights").is_complete:
                 self.finish()
@@ -94,10 +119,14 @@ class WeightUpdates:
         except BaseException as error:
             self._note_failure(update, error)
             self._update = None
+            if self._keeper is not None:
+                self._keeper.begin()
             raise
         self._last, self._update = update, None
         self.why_undefined, self.is_pushed = None, True
         self.version = self.version + 1 if version is None else version
+        if self._keeper is not None and self._is_kept:
+            self._keeper.finish(self.version)
         return self.version
 
     def abandon(self) -> None:
@@ -179,6 +208,13 @@ class WeightUpdates:
         text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
         self.why_undefined = f"a weight update failed after it had replaced {len(taken)} tensors ({names}): {text}"
         logger.error("Weights undefined: %s", self.why_undefined)
+
+    def _kept(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over tensors, and keep them."""
+        assert self._keeper is not None, "there is one where tensors are kept"
+        for name, tensor in tensors:
+            self._keeper.add(name, tensor)
+            yield name, tensor
 
     def _is_known(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor changes nothing: one that the model has no place for, or a tied one that has come before."""

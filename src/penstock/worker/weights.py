@@ -151,7 +151,8 @@ class Weights:
                 f"{current.model.model} is a GGUF file, whose blocks have scales that a trainer does not send. Start "
                 "the engine with a checkpoint of floats, or call reload_weights with a GGUF file."
             )
-        why = self._why_not_in_place(current.model, load_config)
+        # Tensors of `save_sharded_state` come instead of files, which there are none of.
+        why = self._why_not_in_place(current.model, replace(load_config, load_format="auto"))
         is_in_place = not is_atomic and why is None
         if not is_in_place:
             self._check_free_memory(current.model, why)

@@ -109,7 +109,7 @@ def test_an_update_with_the_version_of_the_one_before_clears_the_prefix_cache(
         assert tokens(core) == expected[number]
 
 
-def test_kept_weights_are_not_those_of_tensors_that_came_later(
+def test_kept_weights_are_not_those_of_before_tensors_in_another_format(
     folders: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path
 ) -> None:
     core = make_core(
@@ -117,8 +117,11 @@ def test_kept_weights_are_not_those_of_tensors_that_came_later(
     )
     update(core, folders[1])
     assert call(core, "weight_update_status").folder is not None
-    core.collective_rpc(RpcCall("load_weights", (list(load_file(folders[0] / "model.safetensors").items()),)))
-    assert tokens(core) == expected[0]
+    core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "state"),)))
+    call(core, "start_weight_update", False)
+    call(core, "update_weights", {"paths": [str(path) for path in (tmp_path / "state").glob("*.safetensors")]})
+    call(core, "finish_weight_update")
+    assert tokens(core) == expected[1]
     assert call(core, "weight_update_status").folder is None
     lose_worker(core)
     add(core, "waits", PROMPTS[0], greedy(2))

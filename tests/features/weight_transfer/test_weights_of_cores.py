@@ -142,3 +142,87 @@ def test_without_kept_weights_requests_wait_for_the_next_update(
     finish(core, results)
     assert results["r"].tokens == expected[1][0]
     core.close()
+
+
+@pytest.mark.parametrize("has_trainer", [False, True])
+def test_requests_wait_until_all_tensors_of_load_weights_have_come(
+    folders: tuple[Path, Path], expected: list[list[list[int]]], has_trainer: bool
+) -> None:
+    core = with_trainer(folders[0]) if has_trainer else make_core(folders[0])
+    results = {"r": Result()}
+    add(core, "r", PROMPTS[0], greedy(20))
+    for _ in range(4):
+        for output in core.step():
+            results[output.req_id].take(output)
+    known = len(results["r"].tokens)
+    items = list(load_file(folders[1] / "model.safetensors").items())
+    load(core, items[:7])
+    for _ in range(10):
+        assert core.step() == []
+    assert (core.scheduler.num_running, core.stats().state.name) == (0, "weights undefined")
+    load(core, items[7:])
+    assert core.stats().state.is_ready
+    finish(core, results)
+    assert len(results["r"].tokens) == 20 > known > 0
+    assert tokens(core) == expected[1]
+    core.close()
+
+
+@pytest.mark.parametrize("has_trainer", [False, True])
+def test_weights_that_are_not_kept_are_never_replaced_by_older_ones(
+    folders: tuple[Path, Path], expected: list[list[list[int]]], has_trainer: bool
+) -> None:
+    core = with_trainer(folders[0]) if has_trainer else make_core(folders[0])
+    items = list(load_file(folders[1] / "model.safetensors").items())
+    load(core, items)
+    core.collective_rpc(RpcCall(_fail_next_step))
+    results = {"r": Result()}
+    add(core, "r", PROMPTS[0], greedy(10))
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        assert core.step() == []
+    assert "weights of version 1 with it" in str(call(core, "weight_update_status").why_undefined)
+    load(core, items)
+    finish(core, results)
+    assert results["r"].tokens == expected[1][0]
+    # Those of a folder are loaded again by their path.
+    core.collective_rpc(RpcCall("reload_weights", (str(folders[0]),)))
+    core.collective_rpc(RpcCall(_fail_next_step))
+    assert tokens(core) == expected[0]
+    core.close()
+
+
+def test_a_worker_that_is_lost_in_an_update_has_the_weights_before_it(
+    folders: tuple[Path, Path], expected: list[list[list[int]]]
+) -> None:
+    core = make_core(folders[0])
+    items = list(load_file(folders[1] / "model.safetensors").items())
+    load(core, items[:7])
+    core.collective_rpc(RpcCall(_fail_next_step))
+    core._interrupted = "a worker was lost"
+    results = {"r": Result()}
+    add(core, "r", PROMPTS[0], greedy(10))
+    finish(core, results)
+    assert results["r"].tokens == expected[0][0]
+    load(core, items[7:])
+    add(core, "waits", PROMPTS[0], greedy(10))
+    assert [core.step() for _ in range(4)] == [[]] * 4
+    load(core, items[:7])
+    results = {"waits": Result()}
+    finish(core, results)
+    assert results["waits"].tokens == expected[1][0]
+    core.close()
+
+
+def test_load_weights_is_kept(folders: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path) -> None:
+    core = with_trainer(folders[0], recovery="keep", recovery_dir=str(tmp_path))
+    for item in load_file(folders[1] / "model.safetensors").items():
+        load(core, [item])
+    core.collective_rpc(RpcCall(_fail_next_step))
+    assert tokens(core) == expected[1]
+    assert call(core, "weight_update_status").version == 1
+    core.close()
+
+
+def load(core: EngineCore, items: list[tuple[str, Any]]) -> None:
+    core.collective_rpc(RpcCall("load_weights", (items,)))

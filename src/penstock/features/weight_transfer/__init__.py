@@ -1,21 +1,16 @@
-"""Weight transfer: a trainer sends weights to the running engine, over a group, by shared memory, or in files."""
+"""Weight transfer: a trainer sends weights to the running engine, over a group, by shared memory, in files or calls.
+
+Always on: weights that callers load are followed, too.
+"""
 
 from __future__ import annotations
 
-from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
 from penstock.contract.memory_tags import WEIGHTS
 from penstock.features.weight_transfer.messages import WeightVersion
 
-
-def _has_trainer(config: EngineConfig) -> bool:
-    return config.weight_transfer.backend is not None
-
-
 FEATURE = Feature(
     name="weight transfers",
-    is_on=_has_trainer,
-    how_to_turn_on="Start the engine with weight_transfer_config, such as {'backend': 'gloo'}.",
     parts=(WeightVersion,),
     deployment_side="penstock.features.weight_transfer.deployment:WeightTransferDeployment",
     scheduler_side="penstock.features.weight_transfer.scheduling:WeightTransferScheduling",
@@ -27,6 +22,8 @@ FEATURE = Feature(
         "finish_weight_update",
         "weight_update_status",
         "get_weight_version",
+        # Of the scheduler's side alone.
+        "restore_weights",
     ),
     worker_methods=(
         "init_weight_transfer_engine",

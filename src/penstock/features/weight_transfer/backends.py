@@ -123,8 +123,12 @@ _BACKENDS: dict[str, type[GroupBackend] | type[SharedMemoryBackend] | type[Files
 
 
 def create_backend(options: WeightTransferConfig, device: torch.device, rank: int) -> Backend:
-    """Create the backend of an engine with a trainer."""
-    assert options.backend is not None, "the feature is on"
+    """Create the backend of an engine with a trainer. Raises ConfigError without one."""
+    if options.backend is None:
+        raise ConfigError(
+            "weight transfers are not enabled in this engine. Start the engine with weight_transfer_config, such as "
+            "{'backend': 'gloo'}."
+        )
     return _BACKENDS[options.backend](options, device, rank)
 
 

@@ -25,7 +25,7 @@ class WeightTransferDeployment(DeploymentFeature):
         self._state: WeightsState = services.state or WeightsState()
 
     def calls_of_new_core(self) -> Iterable[RpcCall]:
-        return (RpcCall("restore", (self._state,)),) if self._state.is_pushed else ()
+        return (RpcCall("restore_weights", (self._state,)),) if self._state.is_pushed else ()
 
     def call_done(self, call: RpcCall) -> None:
         """Note the weights that a call has loaded in another way."""

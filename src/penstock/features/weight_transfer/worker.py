@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
-
-from torch import Tensor
 
 from penstock.config.weight_transfer import KEEP
 from penstock.errors import CheckpointError, LifecycleError, PenstockError
-from penstock.features.weight_transfer.backends import create_backend
+from penstock.features.weight_transfer.backends import Backend, create_backend
 from penstock.features.weight_transfer.journal import Journal
 from penstock.features.weight_transfer.state import RankStatus
 from penstock.worker.feature import WorkerFeature, WorkerServices
@@ -29,15 +28,17 @@ class WeightTransferWorker(WorkerFeature):
         # None in a plan of memory.
         self._updates_here, self._reload = services.updates, services.reload_weights
         number = parallel.engine_number or 0
-        self._backend = create_backend(
-            options, services.device.torch_device, number * parallel.world_size + services.rank
+        self._make_backend = partial(
+            create_backend, options, services.device.torch_device, number * parallel.world_size + services.rank
         )
+        self._backend: Backend | None = None if options.backend is None else self._make_backend()
         self._joining: Future[None] | None = None
         self._journal: Journal | None = None
         # Ranks have the same tensors, of which they take their shares.
         if options.recovery == KEEP and options.recovery_dir is not None and services.rank == 0:
             self._journal = Journal(options.recovery_dir / f"engine-{number}", services.config.model)
-        self._is_kept = False
+            if services.updates is not None:
+                services.updates.keep_in(self._journal, is_whole_model=parallel.pipeline_parallel_size == 1)
 
     @property
     def _updates(self) -> WeightUpdates:
@@ -46,6 +47,7 @@ class WeightTransferWorker(WorkerFeature):
 
     def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> RankStatus:
         """Begin to join the trainer."""
+        backend = self._backend or self._make_backend()
         if self._joining is not None and not self._joining.done():
             raise LifecycleError("init_weight_transfer_engine: the workers are joining a trainer already. Wait for it.")
         self._updates.forget_error()
@@ -53,7 +55,7 @@ class WeightTransferWorker(WorkerFeature):
 
         def join() -> None:
             try:
-                self._backend.init(init_info)
+                backend.init(init_info)
                 joined.set_result(None)
             except BaseException as error:
                 joined.set_exception(error)
@@ -65,15 +67,12 @@ class WeightTransferWorker(WorkerFeature):
     def start_weight_update(self, is_checkpoint_format: bool = True, atomic: bool | None = None) -> RankStatus:
         """Start an update, of which `update_weights` announces tensors."""
         self._updates.start(is_checkpoint_format=is_checkpoint_format, is_atomic=atomic)
-        self._is_kept = self._journal is not None and is_checkpoint_format
-        if self._journal is not None:
-            self._journal.begin()
         return self.weight_update_status()
 
     def update_weights(self, update_info: Mapping[str, Any]) -> RankStatus:
         """Begin to receive tensors."""
-        tensors = self._backend.receive(update_info)
-        self._updates.begin(self._kept(tensors))
+        backend = self._backend or self._make_backend()
+        self._updates.begin(backend.receive(update_info))
         return self.weight_update_status()
 
     def finish_weight_update(self, version: int | None = None) -> RankStatus:
@@ -81,13 +80,7 @@ class WeightTransferWorker(WorkerFeature):
         status = self.weight_update_status()
         if status.is_waiting:
             raise LifecycleError("finish_weight_update: weights are still arriving. Wait for update_weights.")
-        try:
-            self._updates.finish(version)
-        except PenstockError:
-            self._drop_kept()
-            raise
-        if self._journal is not None and self._is_kept:
-            self._journal.finish(self._updates.version)
+        self._updates.finish(version)
         return self.weight_update_status()
 
     def restore_weights_after_loss(self, version: int, folder: str | None) -> RankStatus:
@@ -134,15 +127,5 @@ class WeightTransferWorker(WorkerFeature):
         return self._journal.newest
 
     def close(self) -> None:
-        self._backend.close()
-
-    def _kept(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over tensors, and write them for later workers."""
-        for name, tensor in tensors:
-            if self._journal is not None and self._is_kept:
-                self._journal.add(name, tensor)
-            yield name, tensor
-
-    def _drop_kept(self) -> None:
-        if self._journal is not None:
-            self._journal.begin()
+        if self._backend is not None:
+            self._backend.close()
