@@ -1,4 +1,4 @@
-"""LoRA adapters of layers with delta rules and lightning attention, compared with PEFT on Transformers."""
+"""LoRA adapters of layers with recurrent states, compared with PEFT on Transformers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,15 @@ _FAMILIES = {
     "olmo_hybrid": [["q_proj", "g_proj", "b_proj"], ["v_proj", "a_proj", "o_proj"]],
     "minimax": [["qkv_proj", "output_gate", "q_proj"], ["out_proj", "o_proj"]],
     "kimi_linear": [["q_proj", "b_proj", "g_b_proj"], ["k_proj", "o_proj", "g_a_proj"]],
+    "mamba": [["in_proj"], ["in_proj", "lm_head"]],
+    "mamba2": [["in_proj"], ["in_proj", "lm_head"]],
+    "zamba2": [["in_proj", "linear"], ["out_proj", "in_proj"]],
+    "nemotron_h": [["in_proj", "q_proj", "up_proj"], ["in_proj", "o_proj", "down_proj"]],
+    "recurrent_gemma": [["linear_x", "q_proj", "up_proj"], ["linear_y", "linear_out", "o_proj", "gate_proj"]],
 }
 _NUMBERS = [1, 0, 2]
+# Transformers takes a text of one token for the next one of the text before it in RecurrentGemma.
+_PROMPTS = [PROMPTS[index] for index in (0, 1, 3)]
 
 
 @pytest.mark.parametrize("options", [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.slow)], ids=str)
@@ -28,6 +35,18 @@ def test_projections_have_adapters(family: str, options: dict[str, Any], tmp_pat
     variants = [{"r": 3, "target_modules": modules} for modules in _FAMILIES[family]]
     with adapted(tmp_path, family, variants) as model:
         core = make_core(model.folder, **OPTIONS, **options)
-        results = run(core, model, PROMPTS[:3], _NUMBERS)
+        results = run(core, model, _PROMPTS, _NUMBERS)
         core.close()
-        assert_same(results, [model.expected(*pair) for pair in zip(PROMPTS, _NUMBERS, strict=False)])
+        assert_same(results, [model.expected(*pair) for pair in zip(_PROMPTS, _NUMBERS, strict=True)])
+
+
+@pytest.mark.parametrize(("family", "module"), [("mamba", "x_proj"), ("zamba2", "q_proj")])
+@pytest.mark.one_path(reason="adapters are refused before any step")
+def test_projections_that_adapters_cannot_change_are_refused_by_name(family: str, module: str, tmp_path: Path) -> None:
+    with adapted(tmp_path, family, [{"r": 3, "target_modules": [module]}]) as model:
+        core = make_core(model.folder, **OPTIONS)
+        (result,) = run(core, model, PROMPTS[:1], [1])
+        core.close()
+    assert result.error is not None
+    assert "adapters of this model cannot change" in result.error
+    assert f".{module}" in result.error
