@@ -50,6 +50,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoder_tokens: tokens of media items for whose features the encoder cache has room. num_used_encoder_tokens: of
         items that running requests use. num_cached_encoder_tokens: of further ones with features. num_encoder_queries,
         num_encoder_hits: items that requests have looked up, and found, so far.
+    weight_version: of the newest weights that are complete, which rises with each update; 0 for those of the start.
     state: of the core; of several, of one that is not ready, or does not run.
     """
 
@@ -69,6 +70,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_encoder_tokens: int = 0
     num_encoder_queries: int = 0
     num_encoder_hits: int = 0
+    weight_version: int = 0
     state: CoreState = RUNNING
 
     @property
@@ -93,8 +95,9 @@ def summed_stats(stats: Iterable[SchedulerStats]) -> SchedulerStats:
     """Sum of the counts of several schedulers."""
     each = list(stats)
     state = min((one.state for one in each), key=lambda state: (state.is_ready, state == RUNNING), default=RUNNING)
-    counts = {name: sum(getattr(one, name) for one in each) for name in SchedulerStats.__struct_fields__[:-1]}
-    return SchedulerStats(**counts, state=state)
+    counts = {name: sum(getattr(one, name) for one in each) for name in SchedulerStats.__struct_fields__[:-2]}
+    version = max((one.weight_version for one in each), default=0)
+    return SchedulerStats(**counts, weight_version=version, state=state)
 
 
 class _NewTokens(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -86,6 +86,7 @@ def test_gauges_are_those_of_the_scheduler() -> None:
         num_cached_encoder_tokens=30,
         num_encoder_queries=5,
         num_encoder_hits=4,
+        weight_version=3,
     )
     metrics = EngineMetrics("demo", has_prefix_cache=True).read(stats, [])
     gauges = {metric.name: metric.value for metric in metrics if isinstance(metric, Gauge)}
@@ -98,6 +99,7 @@ def test_gauges_are_those_of_the_scheduler() -> None:
         "penstock:num_state_snapshots": 2.0,
         "penstock:encoder_cache_usage_perc": 0.5,
         "penstock:num_encoder_cache_tokens": 100.0,
+        "penstock:weight_version": 3.0,
     }
     counters = {metric.name: metric.value for metric in metrics if isinstance(metric, Counter)}
     assert counters["penstock:state_snapshots_taken"] == 9

@@ -105,6 +105,7 @@ def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iter
         "num_state_snapshots": stats.num_snapshots,
         "encoder_cache_usage_perc": stats.encoder_cache_usage,
         "num_encoder_cache_tokens": stats.num_encoder_tokens,
+        "weight_version": stats.weight_version,
     }
     for name, value in values.items():
         yield Gauge(PREFIX + name, labels, float(value))

@@ -62,6 +62,9 @@ class WeightTransferScheduling(SchedulerFeature):
         part = WeightVersion(version=version)
         return {output.req_id: part for output in outputs if output.finish_reason is not None}
 
+    def counts(self) -> Mapping[str, int]:
+        return {"weight_version": self._state.version}
+
     def workers_ready(self) -> None:
         if self._are_unknown and not self._state.is_pushed:
             # Lost workers may have had newer weights.

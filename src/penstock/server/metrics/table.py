@@ -82,6 +82,9 @@ TABLE: dict[str, Described] = {
     "encoder_cache_hits": Described(
         "counter", "Images, sounds and videos whose features were in the encoder cache of the current cores.", None
     ),
+    "weight_version": Described(
+        "gauge", "Version of the weights, which rises with each update of a trainer or reload; 0 at the start.", None
+    ),
     "state_snapshots_taken": Described(
         "counter", "Recurrent states kept for later requests, by the current cores.", None
     ),
