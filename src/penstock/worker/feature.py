@@ -30,7 +30,7 @@ class WorkerServices:
     """Services of a worker for a feature.
 
     dtype: of the model's activations. memory: the worker's, once it has a runner; None for a plan. rank, updates: of a
-    worker that serves; reload_weights: its method of this name.
+    worker that serves; restore_weights: loads a folder that may go later.
     """
 
     config: EngineConfig
@@ -40,7 +40,7 @@ class WorkerServices:
     memory: MemoryByTag | None = None
     rank: int = 0
     updates: WeightUpdates | None = None
-    reload_weights: Callable[[str], None] | None = None
+    restore_weights: Callable[[str], None] | None = None
 
     @property
     def num_slots(self) -> int:

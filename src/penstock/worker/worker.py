@@ -268,6 +268,12 @@ class Worker(NamesForExtensions, WorkerBase):
         _give_back(device)
         logger.info("Weights reloaded from %s%s", new.model.folder, ", in place" if model is None else "")
 
+    def _restore_weights(self, folder: str) -> None:
+        """Load the weights of a folder that may go, so that the options stay those of the checkpoint."""
+        options = self.config, self._next_config
+        self.reload_weights(folder)
+        self.config, self._next_config = options
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors of a checkpoint, one or many per call, in any order.
 
@@ -375,8 +381,8 @@ class Worker(NamesForExtensions, WorkerBase):
     @property
     def _services(self) -> WorkerServices:
         dtype, updates = self.dtype.torch_dtype, self.updates
-        model, reload = self.weights.language_model, self.reload_weights
-        return WorkerServices(self.config, self.device, model, dtype, self.memory, self.rank, updates, reload)
+        model, restore = self.weights.language_model, self._restore_weights
+        return WorkerServices(self.config, self.device, model, dtype, self.memory, self.rank, updates, restore)
 
     @property
     def _spans(self) -> SpanLog | None:

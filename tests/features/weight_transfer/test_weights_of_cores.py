@@ -221,6 +221,11 @@ def test_load_weights_is_kept(folders: tuple[Path, Path], expected: list[list[li
     core.collective_rpc(RpcCall(_fail_next_step))
     assert tokens(core) == expected[1]
     assert call(core, "weight_update_status").version == core.stats().weight_version == 1
+    # Workers start with the checkpoint, not with a kept version that is gone.
+    load(core, list(load_file(folders[0] / "model.safetensors").items()))
+    assert [path.name for path in tmp_path.glob("engine-0/*")] == ["version-2"]
+    core.collective_rpc(RpcCall(_fail_next_step))
+    assert tokens(core) == expected[0]
     core.close()
 
 

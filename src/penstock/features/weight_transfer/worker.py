@@ -26,7 +26,7 @@ class WeightTransferWorker(WorkerFeature):
     def __init__(self, services: WorkerServices) -> None:
         parallel, options = services.config.parallel, services.config.weight_transfer
         # None in a plan of memory.
-        self._updates_here, self._reload = services.updates, services.reload_weights
+        self._updates_here, self._load_folder = services.updates, services.restore_weights
         number = parallel.engine_number or 0
         self._make_backend = partial(
             create_backend, options, services.device.torch_device, number * parallel.world_size + services.rank
@@ -87,9 +87,9 @@ class WeightTransferWorker(WorkerFeature):
         """Load the newest complete weights, which a lost worker had; without them the weights are undefined."""
         why = f"a worker was lost, and the weights of version {version} with it"
         try:
-            if folder is None or self._reload is None:
+            if folder is None or self._load_folder is None:
                 raise CheckpointError("recovery is 'undefined'")
-            self._reload(folder)
+            self._load_folder(folder)
             self._updates.define(version)
             if self._journal is not None:
                 self._journal.version = version
