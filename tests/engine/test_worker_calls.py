@@ -61,8 +61,8 @@ def test_a_failure_names_method_rank_and_cause_and_the_engine_goes_on(llm: LLM) 
 def test_a_method_that_is_not_there_or_not_built_is_refused(llm: LLM) -> None:
     with pytest.raises(ConfigError, match="no method 'wieght_sum'"):
         llm.collective_rpc("wieght_sum")
-    with pytest.raises(UnsupportedFeature, match="saving tensorised models is not supported yet"):
-        llm.collective_rpc("save_tensorized_model")
+    with pytest.raises(UnsupportedFeature, match="elastic expert parallelism is not supported yet"):
+        llm.collective_rpc("elastic_ep_execute")
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0])

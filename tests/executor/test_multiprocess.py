@@ -127,8 +127,8 @@ def test_every_worker_answers_in_the_ranks_order(shared: MultiprocessExecutor) -
     assert shared.collective_rpc(RpcCall(pid_of)) == shared.process_ids
     with pytest.raises(ConfigError, match="has no method 'dance'"):
         shared.collective_rpc(RpcCall("dance"))
-    with pytest.raises(UnsupportedFeature, match="saving tensorised models"):
-        shared.collective_rpc(RpcCall("save_tensorized_model"))
+    with pytest.raises(UnsupportedFeature, match="elastic expert parallelism"):
+        shared.collective_rpc(RpcCall("elastic_ep_execute"))
 
 
 def test_each_has_its_share_of_threads_before_torch_counts_them(shared: MultiprocessExecutor) -> None:
