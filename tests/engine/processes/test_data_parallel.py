@@ -22,6 +22,7 @@ from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.messages import EngineRequest
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import ConfigError, EngineDead, OutOfMemory, ProcessLost, WaitTimeout
+from penstock.features.weight_transfer.state import RankStatus
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from support.fake_engine import FakeCore, write_model
 from support.waiting import wait_until
@@ -41,6 +42,8 @@ class ServedFake(FakeCore):
         if call.name == "update_config":
             self.updates += call.args
             return [None]
+        if call.name == "weight_update_status":
+            return [RankStatus()]
         if call.name == "reload_weights":
             if self.config.parallel.data_parallel_rank == 1 and call.args:
                 time.sleep(2 if call.args[0] == "and sleep" else 0)

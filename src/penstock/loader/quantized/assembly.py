@@ -180,11 +180,12 @@ class _Assembly:
         if self.in_pieces is None:
             rows = [(begin // num_inputs, count // num_inputs) for begin, count in self.ranges.items()]
             are_rows = all(begin % num_inputs == count % num_inputs == 0 for begin, count in self.ranges.items())
-            sample = tensor[:1].to(self.dtype)
+            sample = tensor[:1].reshape(1, -1).to(self.dtype)
             self.in_pieces = are_rows and tensor.shape == target.shape and target.is_contiguous()
             self.in_pieces = self.in_pieces and self.places.takes_pieces(self.layer, rows, sample)
         if self.in_pieces:
-            rows_RI = tensor.expand(target.shape).to(self.dtype)
+            # A checkpoint's tensor may have more dimensions, as a convolution's weight.
+            rows_RI = tensor.expand(target.shape).reshape(-1, num_inputs).to(self.dtype)
             self.places.take_piece(self.layer, rows_RI, int(target.storage_offset()) // num_inputs)
         return self.in_pieces
 
