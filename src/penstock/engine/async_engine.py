@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
@@ -38,7 +37,7 @@ from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Metric
 from penstock.engine.stream_dispatcher import AdmittedRequest, StreamDispatcher, abandon, admit, fail_all
 from penstock.engine.worker_calls import WorkerCalls
-from penstock.errors import PenstockError, UnsupportedParameter, WaitTimeout
+from penstock.errors import PenstockError, UnsupportedParameter
 from penstock.executor.processes import refuse_at_exit
 from penstock.features.hidden_states.messages import parts_of_hidden_states
 from penstock.features.lora.methods import AsyncAdapterMethods
@@ -51,9 +50,6 @@ from penstock.worker.capabilities import check_async_engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Poll interval of `wait_for_requests_to_drain`.
-_POLL_S = 0.005
 
 
 class AsyncEngine(
@@ -304,15 +300,6 @@ class AsyncEngine(
     def get_num_unfinished_requests(self) -> int:
         """Number of requests with a reader."""
         return len(self._streams)
-
-    @also_from_vllm
-    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
-        """Wait until no request of this front end is unfinished. Raises WaitTimeout after so many seconds."""
-        deadline = time.monotonic() + drain_timeout
-        while num_left := self.get_num_unfinished_requests():
-            if time.monotonic() > deadline:
-                raise WaitTimeout(f"{num_left} requests have not ended within drain_timeout={drain_timeout:g} s.")
-            await asyncio.sleep(_POLL_S)
 
     @also_from_vllm
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

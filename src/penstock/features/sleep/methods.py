@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.vllm import also_from_vllm
 from penstock.contract import RpcCall
+from penstock.errors import WaitTimeout
 from penstock.features.sleep.state import EngineState, PauseMode
 
 # Poll interval while requests finish.
@@ -89,6 +91,10 @@ class AsyncSleepMethods(ABC):
     async def _call_workers(self, call: RpcCall) -> list[Any]:
         """Answers of the feature."""
 
+    @abstractmethod
+    def get_num_unfinished_requests(self) -> int:
+        """Requests of this front end that have not ended."""
+
     @also_from_vllm
     async def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> None:
         """As `LLM.sleep`."""
@@ -126,6 +132,15 @@ class AsyncSleepMethods(ABC):
     async def is_paused(self) -> bool:
         """As `LLM.is_paused`."""
         return await self._is_done("is_paused")
+
+    @also_from_vllm
+    async def wait_for_requests_to_drain(self, drain_timeout: float = 300) -> None:
+        """Wait until no request of this front end is unfinished. Raises WaitTimeout after so many seconds."""
+        deadline = time.monotonic() + drain_timeout
+        while num_left := self.get_num_unfinished_requests():
+            if time.monotonic() > deadline:
+                raise WaitTimeout(f"{num_left} requests have not ended within drain_timeout={drain_timeout:g} s.")
+            await asyncio.sleep(_POLL_S)
 
     async def engine_state(self) -> EngineState:
         """As `LLM.engine_state`."""
