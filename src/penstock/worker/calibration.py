@@ -72,7 +72,7 @@ def load_for_device(
         dtypes = dtype.torch_dtype, dtype.weights_torch_dtype
         return load_model(config, load_config, parallel, device.torch_device, *dtypes, source=source)
 
-    texts = _texts_for(model_config, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs)
+    texts = calibration_texts(model_config, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs)
     if texts is None:
         return load(model_config)
     floats = replace(model_config, quantization=NO_QUANTIZATION, quantization_calibration=NO_CALIBRATION)
@@ -99,20 +99,7 @@ def load_for_device(
     return model
 
 
-def is_calibrated(
-    model_config: ModelConfig,
-    load_config: LoadConfig,
-    parallel: ParallelState,
-    device: Device,
-    dtype: DtypeChoice,
-    *,
-    keeps_inputs: bool,
-) -> bool:
-    """Whether `load_for_device` calibrates, so that it needs the float model."""
-    return _texts_for(model_config, load_config, parallel, device, dtype, keeps_inputs=keeps_inputs) is not None
-
-
-def _texts_for(
+def calibration_texts(
     model_config: ModelConfig,
     load_config: LoadConfig,
     parallel: ParallelState,
@@ -121,6 +108,7 @@ def _texts_for(
     *,
     keeps_inputs: bool,
 ) -> CalibrationTexts | None:
+    """Return the texts with which `load_for_device` calibrates, for which it needs the float model; None without."""
     if find_packed_state(model_config.folder, load_config, parallel) is not None:
         return None
     texts = find_calibration_texts(model_config, load_config, parallel, device, dtype)

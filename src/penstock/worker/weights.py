@@ -36,7 +36,7 @@ from penstock.models.registry import runs_through_transformers
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.speculative.create import create_speculator
-from penstock.worker.calibration import is_calibrated, load_for_device
+from penstock.worker.calibration import calibration_texts, load_for_device
 from penstock.worker.drafter import attach_drafter, aux_layers_of_head, drafted_specs, load_drafter
 from penstock.worker.kv_cache_dtype import attends_in_bfloat16, choose_kv_cache_dtype
 from penstock.worker.reload import check_replacement, constants_of, is_quantized
@@ -247,7 +247,8 @@ class Weights:
         if not isinstance(self.model, CausalLM) or runs_through_transformers(model):
             return "the layers are those of Transformers"
         keeps_inputs = keeps_layer_inputs(self._config)
-        if is_calibrated(model, load, self._parallel, self._device, self._dtype, keeps_inputs=keeps_inputs):
+        texts = calibration_texts(model, load, self._parallel, self._device, self._dtype, keeps_inputs=keeps_inputs)
+        if texts is not None:
             return "quantization_calibration needs the float model first"
         return None
 

@@ -49,6 +49,14 @@ class CheckpointFormat(ABC):
         group_size = min(self.checkpoint.group_size or num_inputs, num_inputs)
         return group_size, -(-num_inputs // group_size)
 
+    def _order(self, layer: str, name: str, tensors: Mapping[str, Tensor], num_inputs: int) -> Tensor | None:
+        """Return the inputs by group, by the tensor of this name; None without it, or if groups are contiguous."""
+        if name not in tensors:
+            return None
+        check_shape(f"{layer}.{name}", tensors[name], torch.int32, num_inputs)
+        is_reordered = self.checkpoint.is_reordered
+        return input_order(f"{layer}.{name}", tensors[name], *self._groups(num_inputs), is_reordered=is_reordered)
+
 
 class GptqFormat(CheckpointFormat):
     """GPTQ: qweight [W of I, O], qzeros [G, W of O], scales [G, O], g_idx [I]."""
@@ -71,16 +79,7 @@ class GptqFormat(CheckpointFormat):
         # Version 1 stores zero points minus one, as one subtraction per word, so that a zero borrows.
         less = 0 if self.checkpoint.layout == GPTQ_V2 else _ONE_IN_EACH
         zeros_GO = unpack_columns(tensors["qzeros"] + less)
-        order_I = None
-        if "g_idx" in tensors:
-            check_shape(f"{layer}.g_idx", tensors["g_idx"], torch.int32, num_inputs)
-            order_I = input_order(
-                f"{layer}.g_idx",
-                tensors["g_idx"],
-                group_size,
-                num_groups,
-                is_reordered=self.checkpoint.is_reordered,
-            )
+        order_I = self._order(layer, "g_idx", tensors, num_inputs)
         values_OI = unpack_rows(words).t()
         scales_OG = tensors["scales"].t().float().contiguous()
         grid = Grid(4, group_size, scales_OG, minimums_of(zeros_GO.t(), scales_OG), order_I=order_I)
@@ -136,16 +135,7 @@ class PackedCompressedFormat(CheckpointFormat):
             zeros, num_rows = tensors["weight_zero_point"], -(-num_outputs // PER_WORD)
             check_shape(f"{layer}.weight_zero_point", zeros, torch.int32, num_rows, num_groups)
             zeros_OG = unpack_rows(zeros)[:num_outputs].contiguous()
-        order_I = None
-        if "weight_g_idx" in tensors:
-            check_shape(f"{layer}.weight_g_idx", tensors["weight_g_idx"], torch.int32, num_inputs)
-            order_I = input_order(
-                f"{layer}.weight_g_idx",
-                tensors["weight_g_idx"],
-                group_size,
-                num_groups,
-                is_reordered=self.checkpoint.is_reordered,
-            )
+        order_I = self._order(layer, "weight_g_idx", tensors, num_inputs)
         values_OI = unpack_columns(words)[:, :num_inputs]
         scales_OG = tensors["weight_scale"].float()
         grid = Grid(4, group_size, scales_OG, minimums_of(zeros_OG, scales_OG), order_I=order_I)
