@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from penstock.cli import options
 
 if TYPE_CHECKING:
+    from penstock.cli.output_file import PartialFile
     from penstock.engine.output.outputs import RequestOutput
 
 
@@ -73,8 +74,7 @@ def transcribe(
             },
         ),
     )
-    from penstock.cli.output import standard_output, write
-    from penstock.cli.output_file import PartialFile, output_file, refuse_same_file
+    from penstock.cli.output_file import output_file, refuse_same_file
     from penstock.config import EngineConfig
     from penstock.engine.session import Session
     from penstock.media.item import AUDIO
@@ -92,10 +92,18 @@ def transcribe(
             outputs: Sequence[RequestOutput] = ()
             while (prompts := rounds.after(outputs)) is not None:
                 outputs = session.finish([session.accept(*one) for one in prompts], shows_bar=len(prompts) > 1)
-        written = rounds.result.written(form)
-        text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, indent=2) + "\n"
-        if out is None:
-            write(standard_output(as_json=not isinstance(written, str)), text)
-            return
+        _write(rounds.result.written(form), out)
+
+
+def _write(written: str | Mapping[str, Any], out: PartialFile | BinaryIO | None) -> None:
+    """Write a text, or data as JSON. out: None is the standard output."""
+    from penstock.cli.output import standard_output, write
+    from penstock.cli.output_file import PartialFile
+
+    is_text = isinstance(written, str)
+    text = written if isinstance(written, str) else json.dumps(written, ensure_ascii=False, indent=2) + "\n"
+    if out is None:
+        write(standard_output(as_json=not is_text), text)
+    else:
         put = out.put_bytes if isinstance(out, PartialFile) else out.write
         put(text.encode())
