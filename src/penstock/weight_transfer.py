@@ -72,7 +72,7 @@ class GroupSender:
         return cls(trainer_init(init_info, device))
 
     def update_info(self, tensors: NamedTensors) -> dict[str, Any]:
-        """What the workers have to know before `send`."""
+        """Announcement of the tensors, which the workers need before `send`."""
         return {**announced(list(tensors)), "packed": True}
 
     def send(self, tensors: NamedTensors) -> None:

@@ -86,7 +86,7 @@ class FileBackup(Backup):
 
 
 class HostBackup(Backup):
-    """Content of a GPU's tensors in memory of the host, pinned where there is enough."""
+    """Content of a GPU's tensors in pinned memory of the host."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors: Sequence[Tensor] = tensors

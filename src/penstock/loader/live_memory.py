@@ -127,7 +127,7 @@ def _layout_of(model: CausalLM) -> dict[str, str]:
 
 
 def _format(layer: LinearLayer) -> object:
-    """What must be equal for tensors to be copied from one layer to another."""
+    """Layout of a layer's tensors; they can be copied between layers whose layouts are equal."""
     tensors = tensors_of(layer)
     if any(one.tensor.is_mkldnn for one in tensors):
         return object()  # has no memory to copy into

@@ -148,7 +148,7 @@ class Place(nn.Module):
     def forward(
         self, hidden_TD: Tensor, embedded_TD: Tensor, rotation: Rotation | None, context: ForwardContext
     ) -> Tensor:
-        """What is added to the input of the state-space layer, of all tokens: [T, D]."""
+        """The block's output, which is added to the input of the state-space layer: of all tokens, [T, D]."""
         block = self.block
         normed_TX = context.whole(block.input_layernorm(concatenate_rows(hidden_TD, embedded_TD)))
         qkv_TX = block.qkv_proj(normed_TX, context)

@@ -57,7 +57,7 @@ def check_replacement(
 
 
 def constants_of(config: ModelConfig) -> dict[str, Any]:
-    """What a model is built of beside its weights: the fields of config.json that are more than notes."""
+    """Fields of config.json that a model is built by, without notes."""
     return {name: value for name, value in config.hf_config.items() if name not in _NOTES}
 
 

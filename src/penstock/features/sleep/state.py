@@ -15,7 +15,7 @@ SLEPT_AT_LEVEL_2 = "the engine has slept at level 2, which keeps none"
 
 
 class PauseMode(StrEnum):
-    """What a pause does with requests.
+    """Treatment of requests by a pause.
 
     ABORT: unfinished ones end, and new ones are refused. WAIT: running ones finish, and others wait. KEEP: all wait,
     and running ones go on from their tokens afterwards.
@@ -48,7 +48,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
     @property
     def mode(self) -> PauseMode:
-        """What requests do meanwhile."""
+        """Treatment of requests meanwhile."""
         return self.sleeping or self.paused or PauseMode.ABORT
 
     @property

@@ -90,7 +90,7 @@ class WeightTransfers(ABC):
 
 
 class AsyncWeightTransfers(ABC):
-    """The same methods of an engine beside an event loop: other calls are answered while they wait for a trainer."""
+    """Methods of an asynchronous engine, which answers other calls while they wait for a trainer."""
 
     async def init_weight_transfer_engine(self, request: Mapping[str, Any]) -> None:
         """As `LLM.init_weight_transfer_engine`."""
