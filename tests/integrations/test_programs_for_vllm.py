@@ -37,7 +37,7 @@ def python() -> Path:
 
 
 def last_line(command: list[Any], timeout_s: float) -> Any:
-    """What a program writes last, as data."""
+    """The last line of a program's output, as data."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -14,32 +14,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock.config import LoadConfig, ModelConfig
+from penstock.config import ModelConfig
 from penstock.layers.linear import weights_size_bytes
 from penstock.layers.tensors_of import tensors_of
-from penstock.loader.loader import load_model, load_without_memory
+from penstock.loader.loader import load_without_memory
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
-from support.checkpoints import FAMILIES, MIXTURES, RECURRENT, tiny_checkpoint, tiny_model
+from support.checkpoints import tiny_checkpoint, tiny_model
 from support.encoder_decoders import write_encoder_decoder
 from support.gguf_files import write_gguf
 from support.multimodal_models import save_multimodal
 from support.mxfp4_checkpoints import write_mxfp4
-from support.quantized_checkpoints import W8A8, awq_layer, gptq_layer, int8_layer, packed_layer, w4a16, write_quantized
-
-LOAD = LoadConfig(use_tqdm_on_load=False)
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32}
-QUANTIZED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "gptq": (gptq_layer(32, desc_act=False), {**GPTQ, "desc_act": False}),
-    "act-order": (gptq_layer(32, desc_act=True), {**GPTQ, "desc_act": True}),
-    "awq": (awq_layer(32), {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
-    "w4a16": (packed_layer(32, symmetric=False), w4a16(symmetric=False)),
-    "w8a8": (int8_layer, W8A8),
-}
-
-
-def load(config: ModelConfig, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(config, LOAD, ParallelState(), torch.device("cpu"), dtype)
+from support.quantized_checkpoints import write_quantized
+from support.weight_formats import LOAD, QUANTIZED, family_cases, load
 
 
 def memory(tensor: Tensor) -> int:
@@ -91,17 +78,7 @@ def at_path(value: Any, path: str) -> Any:
     return value
 
 
-ALL = [*FAMILIES, *MIXTURES, *RECURRENT]
-FORMS = [None, "int8", "int4"]
-# One format of each family is in the quick suite.
-CASES = [
-    pytest.param(family, form, marks=[] if index % 3 == number else [pytest.mark.slow])
-    for index, family in enumerate(ALL)
-    for number, form in enumerate(FORMS)
-]
-
-
-@pytest.mark.parametrize(("family", "quantization"), CASES)
+@pytest.mark.parametrize(("family", "quantization"), family_cases())
 def test_families(family: str, quantization: str | None, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family)
     check(load(ModelConfig.load(str(tmp_path), quantization=quantization)))

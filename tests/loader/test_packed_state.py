@@ -11,7 +11,6 @@ import gguf
 import pytest
 import torch
 
-from layers.test_tensors_of import FORMS, LOAD, QUANTIZED, load
 from penstock.config import ModelConfig
 from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
@@ -28,12 +27,13 @@ from penstock.loader.quantized import assembly
 from penstock.loader.weight_files import WeightFiles
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
-from support.checkpoints import FAMILIES, MIXTURES, RECURRENT, tiny_checkpoint, tiny_model
+from support.checkpoints import tiny_checkpoint, tiny_model
 from support.encoder_decoders import write_encoder_decoder
 from support.gguf_files import write_gguf
 from support.multimodal_models import save_multimodal
 from support.mxfp4_checkpoints import write_mxfp4
 from support.quantized_checkpoints import write_quantized
+from support.weight_formats import LOAD, QUANTIZED, family_cases, load
 
 CPU = torch.device("cpu")
 
@@ -84,15 +84,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-ALL = [*FAMILIES, *MIXTURES, *RECURRENT]
-CASES = [
-    pytest.param(family, form, marks=[] if index % 3 == number else [pytest.mark.slow])
-    for index, family in enumerate(ALL)
-    for number, form in enumerate(FORMS)
-]
-
-
-@pytest.mark.parametrize(("family", "quantization"), CASES)
+@pytest.mark.parametrize(("family", "quantization"), family_cases())
 def test_families(family: str, quantization: str | None, tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, family)
     check(ModelConfig.load(str(tmp_path), quantization=quantization), tmp_path)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from layers.test_tensors_of import load
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
 from penstock.layers.tensors_of import tensors_of
@@ -17,6 +16,7 @@ from penstock.loader.packed_state import PackedState
 from penstock.loader.tensorized import uri_of, write_tensorized
 from penstock.parallel import ParallelState
 from support.checkpoints import tiny_checkpoint
+from support.weight_formats import load
 
 REASON = "the package tensorizer is not installed"
 

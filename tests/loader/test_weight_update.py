@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from penstock.config import LoadConfig, ModelConfig
+from penstock.config import ModelConfig
 from penstock.errors import CheckpointError, ModelError
 from penstock.layers.tensors_of import tensors_of
 from penstock.loader.live_memory import LiveMemory
@@ -21,14 +21,14 @@ from penstock.loader.loader import load_model
 from penstock.loader.weight_update import WeightUpdate
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
-from support.checkpoints import FAMILIES, MIXTURES, RECURRENT, save_checkpoint, tiny_checkpoint, tiny_model
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.encoder_decoders import write_encoder_decoder
 from support.multimodal_models import save_multimodal
 from support.mxfp4_checkpoints import write_mxfp4
 from support.quantized_checkpoints import awq_layer, gptq_layer, write_quantized
 from support.ranks import contexts
+from support.weight_formats import LOAD, family_cases
 
-LOAD = LoadConfig(use_tqdm_on_load=False)
 CPU = torch.device("cpu")
 Load = Callable[..., CausalLM]
 
@@ -96,15 +96,7 @@ def check(old: Path, new: Path, **dtypes: Any) -> None:
         assert places == {one.path: one.tensor.data_ptr() for one in tensors_of(live)}
 
 
-ALL = [*FAMILIES, *MIXTURES, *RECURRENT]
-CASES = [
-    pytest.param(family, form, marks=[] if index % 6 == 2 * number else [pytest.mark.slow])
-    for index, family in enumerate(ALL)
-    for number, form in enumerate([None, "int8", "int4"])
-]
-
-
-@pytest.mark.parametrize(("family", "quantization"), CASES)
+@pytest.mark.parametrize(("family", "quantization"), family_cases(one_in=2))
 def test_families(family: str, quantization: str | None, tmp_path: Path) -> None:
     for name, seed in (("old", 1), ("new", 2)):
         tiny_checkpoint(tmp_path / name, family, seed=seed)

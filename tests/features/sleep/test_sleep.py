@@ -294,7 +294,7 @@ def test_calls_in_the_wrong_order_are_refused_by_name_or_do_nothing(core: Engine
 
 
 def test_a_full_disk_refuses_the_sleep_before_anything_is_given_back(core: EngineCore) -> None:
-    """By the limit of a file's size, which the system enforces."""
+    """The system's limit of a file's size stands for the full disk."""
     expected = values(run(core, PROMPTS, PARAMS))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))

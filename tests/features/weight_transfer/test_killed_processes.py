@@ -19,21 +19,12 @@ from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import PenstockError
-from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_path(reason="both paths read the same memory")]
 PROMPTS = random_prompts([5, 21], 97)
 DEMO: dict[str, Any] = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": "16MiB", "max_num_seqs": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    made = [tmp_path_factory.mktemp(name) for name in ("old", "new")]
-    for seed, folder in enumerate(made):
-        tiny_checkpoint(folder, seed=seed)
-    return made[0], made[1]
 
 
 def tokens(core: EngineCore) -> list[list[int]]:
@@ -102,7 +93,8 @@ def test_a_killed_core(tmp_path: Path, is_kept: bool) -> None:
             os.kill(pid, signal.SIGKILL)
             waiting = asyncio.ensure_future(said(engine))
             if not is_kept:
-                await asyncio.sleep(4)
+                while core.status().stats.state.name != "weights undefined":
+                    await asyncio.sleep(0.05)
                 assert not waiting.done()
                 while True:
                     try:

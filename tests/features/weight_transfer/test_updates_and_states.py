@@ -12,30 +12,11 @@ from safetensors.torch import load_file, save_file
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError, EngineAsleep, LifecycleError
-from support.checkpoints import tiny_checkpoint
 from support.engines import add, greedy, make_core, random_prompts, run
 from support.sleepers import call, put_to_sleep, state_of
 
 PROMPTS = random_prompts([5, 40], 97)
 pytestmark = pytest.mark.one_path(reason="both paths read the same memory")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    made = [tmp_path_factory.mktemp(name) for name in ("old", "new")]
-    for seed, folder in enumerate(made):
-        tiny_checkpoint(folder, seed=seed)
-    return made[0], made[1]
-
-
-@pytest.fixture(scope="module")
-def expected(folders: tuple[Path, Path]) -> list[list[list[int]]]:
-    made = []
-    for folder in folders:
-        core = make_core(folder)
-        made.append(tokens(core))
-        core.close()
-    return made
 
 
 @pytest.fixture

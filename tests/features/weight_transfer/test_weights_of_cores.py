@@ -13,28 +13,9 @@ from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError
 from penstock.features.weight_transfer.state import RankStatus
-from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
 PROMPTS = random_prompts([5, 21], 97)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    made = [tmp_path_factory.mktemp(name) for name in ("old", "new")]
-    for seed, folder in enumerate(made):
-        tiny_checkpoint(folder, seed=seed)
-    return made[0], made[1]
-
-
-@pytest.fixture(scope="module")
-def expected(folders: tuple[Path, Path]) -> list[list[list[int]]]:
-    made = []
-    for folder in folders:
-        core = make_core(folder)
-        made.append(tokens(core))
-        core.close()
-    return made
 
 
 def tokens(core: EngineCore) -> list[list[int]]:
