@@ -103,6 +103,12 @@ def test_families(family: str, quantization: str | None, tmp_path: Path) -> None
     check(tmp_path / "old", tmp_path / "new", options={"quantization": quantization})
 
 
+def test_square_weights_that_are_stored_transposed(tmp_path: Path) -> None:
+    for name, seed in (("old", 1), ("new", 2)):
+        tiny_checkpoint(tmp_path / name, "gpt2", seed=seed)
+    check(tmp_path / "old", tmp_path / "new")
+
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
 

@@ -158,7 +158,8 @@ class _Assembly:
         as_it_comes = self.choose is stays_float and tensor.dtype is self.dtype
         if self.places is not None and self.choose is stays_float and self._goes_to_its_place(target, tensor):
             return
-        if as_it_comes and self.places is not None and target.shape == self.layer.weight.shape == tensor.shape:
+        is_whole = target.shape == self.layer.weight.shape == tensor.shape and target.is_contiguous()
+        if as_it_comes and self.places is not None and is_whole:
             self.missing = 0
             self._finish(tensor)
             return
