@@ -51,6 +51,13 @@ def prefers_bfloat16(has: bool) -> Callable[[pytest.MonkeyPatch], None]:
     return lambda patch: patch.setattr("penstock.kernels.native.NativeKernels.prefers_bfloat16", has)
 
 
+def has_instructions(patch: pytest.MonkeyPatch, *, products: bool = True, tiles: bool = False) -> None:
+    """Let the processor say that it has these instructions; where it has not, the kernels emulate them."""
+    assert NATIVE is not None
+    has = replace(NATIVE.instruction_set, has_bfloat16_products=products, has_tiles=tiles)
+    patch.setattr(NATIVE, "instruction_set", has)
+
+
 @pytest.mark.parametrize(
     ("has", "cpu_arithmetic", "expected"),
     [
@@ -102,6 +109,7 @@ def test_an_engine_says_so_and_its_matrices_take_the_bytes_of_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefers_bfloat16(True)(monkeypatch)
+    has_instructions(monkeypatch)
     config = checkpoint(tmp_path, vocab_size=160, intermediate_size=128)  # full panels, so no padding
     with caplog.at_level(logging.INFO):
         core = make_core(tmp_path)
@@ -117,10 +125,10 @@ def test_tiles_are_packed_and_named_where_the_processor_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Emulated: a processor without AMX computes the same bits."""
-    assert NATIVE is not None
     prefers_bfloat16(True)(monkeypatch)
+    has_instructions(monkeypatch)
     by_pairs = logits_of(load(checkpoint(tmp_path)))
-    monkeypatch.setattr(NATIVE, "instruction_set", replace(NATIVE.instruction_set, has_tiles=True))
+    has_instructions(monkeypatch, tiles=True)
     model = load(checkpoint(tmp_path))
     packed = {kept.dtype for layer in model.modules() if isinstance(layer, LinearLayer) for kept in layer.method.kept}
     assert packed == {torch.uint32}
@@ -148,9 +156,7 @@ def test_a_reason_not_to_use_tiles_is_in_the_log_once(
 def test_without_instructions_the_log_says_that_they_are_emulated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert NATIVE is not None
-    without = replace(NATIVE.instruction_set, has_bfloat16_products=False, has_tiles=False)
-    monkeypatch.setattr(NATIVE, "instruction_set", without)
+    has_instructions(monkeypatch, products=False)
     checkpoint(tmp_path)
     with caplog.at_level(logging.INFO):
         make_core(tmp_path, cpu_arithmetic="bfloat16").close()
