@@ -155,7 +155,8 @@ class NativeKernels:
         else:
             memory = weight_memory(num_rows * stride * dtype.itemsize)
             packed = memory.view(dtype).view(num_rows, stride)[:, :columns]
-        self.module.pack_weight(self._index, weight_OI, num_outputs, *_inputs_and_type(packed), packed)
+        arguments = num_outputs, *_inputs_and_type(packed), torch.get_num_threads()
+        self.module.pack_weight(self._index, weight_OI, packed, *arguments)
         return packed
 
     def panel_width(self, bfloat16: Bfloat16Layout | None) -> int | None:
@@ -178,7 +179,8 @@ class NativeKernels:
         num_inputs, weight_type = _inputs_and_type(packed)
         dtype = torch.bfloat16 if packed.dtype in _LAYOUTS else packed.dtype
         weight_OI = packed.new_empty(num_outputs, num_inputs, dtype=dtype)
-        self.module.unpack_weight(self._index, packed, num_outputs, num_inputs, weight_type, weight_OI)
+        arguments = num_outputs, num_inputs, weight_type, torch.get_num_threads()
+        self.module.unpack_weight(self._index, packed, weight_OI, *arguments)
         return weight_OI
 
     def linear(self, x_TI: Tensor, packed: Tensor, num_outputs: int, bias_O: Tensor | None) -> Tensor:

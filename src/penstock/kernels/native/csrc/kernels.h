@@ -12,6 +12,15 @@ namespace penstock {
 // kBfloat16Tiles: the same, added in the order of AMX's tiles (tile_products.inl).
 enum class WeightType : int { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kBfloat16Pairs = 3, kBfloat16Tiles = 4 };
 
+// Conversion of a weight, [out_features][in_features], to its packed form, or back.
+struct PackArgs {
+  const void* from;
+  void* to;
+  int64_t out_features, in_features;
+  WeightType weight_type;
+  int num_threads;
+};
+
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].
 //
 // weight: from pack_weight. x and out have contiguous rows, x_stride and out_stride apart.
@@ -375,8 +384,8 @@ struct Kernels {
   // Weights are packed in panels of so many output features, [panel][in_features][panel width]; those for tiles in
   // panels of 32, with in_features padded to a multiple of 32.
   int panel_width;
-  void (*pack_weight)(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed);
-  void (*unpack_weight)(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight);
+  void (*pack_weight)(const PackArgs&);
+  void (*unpack_weight)(const PackArgs&);
   // These return false when scratch allocation fails; the output is undefined then.
   bool (*linear)(const LinearArgs&);
   bool (*greedy)(const GreedyArgs&);

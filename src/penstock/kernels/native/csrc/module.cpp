@@ -143,19 +143,12 @@ PyObject* multiply_tiles_alike(PyObject*, PyObject* const* values, Py_ssize_t co
 
 PyObject* thread_library(PyObject*, PyObject*) { return Py_BuildValue("z", runtime_name()); }
 
-using ConvertWeight = void (*)(const void*, int64_t, int64_t, WeightType, void*);
-
-PyObject* convert_weight(ConvertWeight Kernels::*convert, PyObject* const* values, Py_ssize_t count) {
+PyObject* convert_weight(void (*Kernels::*convert)(const PackArgs&), PyObject* const* values, Py_ssize_t count) {
   Arguments in(values, count);
   const Kernels* kernels = in.kernels();
-  const void* from;
-  void* to;
-  int64_t out_features, in_features;
-  WeightType type;
-  in.read(from, out_features, in_features, type, to);
-  if (!in.are_good()) return nullptr;
-  (kernels->*convert)(from, out_features, in_features, type, to);
-  Py_RETURN_NONE;
+  PackArgs a;
+  in.read(a.from, a.to, a.out_features, a.in_features, a.weight_type, a.num_threads);
+  return in.are_good() ? run(kernels->*convert, a) : nullptr;
 }
 
 PyObject* pack_weight(PyObject*, PyObject* const* values, Py_ssize_t count) {

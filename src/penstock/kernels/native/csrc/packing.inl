@@ -14,24 +14,86 @@ PENSTOCK_INLINE int64_t place(int64_t n, int64_t k, int64_t in_features) {
   return n / kPanel * in_features * kPanel + k * kPanel + place_in_panel<W>(n % kPanel);
 }
 
+// First and second halves of the elements of two vectors in turns.
+#if PENSTOCK_LANES == 16
+#define PENSTOCK_FIRST_HALVES 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define PENSTOCK_SECOND_HALVES 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif PENSTOCK_LANES == 8
+#define PENSTOCK_FIRST_HALVES 0, 8, 1, 9, 2, 10, 3, 11
+#define PENSTOCK_SECOND_HALVES 4, 12, 5, 13, 6, 14, 7, 15
+#else
+static_assert(kLanes == 4, "the shuffles of other vectors are missing");
+#define PENSTOCK_FIRST_HALVES 0, 4, 1, 5
+#define PENSTOCK_SECOND_HALVES 2, 6, 3, 7
+#endif
+#if defined(__clang__)
+#define PENSTOCK_SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PENSTOCK_SHUFFLED(a, b, ...) __builtin_shuffle(a, b, UintVec{__VA_ARGS__})
+#endif
+
+// Transposes a square of elements of four bytes: each turn takes the upper and lower half of the rows in turns, which
+// rotates the bits of an element's row and column by one.
+PENSTOCK_INLINE void transpose(UintVec (&rows)[kLanes]) {
+  for (int turn = 1; turn < kLanes; turn *= 2) {
+    UintVec next[kLanes];
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = PENSTOCK_SHUFFLED(rows[i], rows[i + kLanes / 2], PENSTOCK_FIRST_HALVES);
+      next[2 * i + 1] = PENSTOCK_SHUFFLED(rows[i], rows[i + kLanes / 2], PENSTOCK_SECOND_HALVES);
+    }
+    for (int i = 0; i < kLanes; ++i) rows[i] = next[i];
+  }
+}
+
+#undef PENSTOCK_FIRST_HALVES
+#undef PENSTOCK_SECOND_HALVES
+#undef PENSTOCK_SHUFFLED
+
+// Outputs of a square, of which a lane has one element of four bytes or two of two bytes.
 template <class W>
-static void pack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
-  const W* weight = static_cast<const W*>(from);
-  W* packed = static_cast<W*>(to);
-  const int64_t padded_outputs = divided_up(out_features, kPanelOf<W>) * kPanelOf<W>;
-  const int64_t depth = packed_depth<W>(in_features);
-  for (int64_t first = 0; first < padded_outputs; first += kPanelOf<W>)
-    for (int64_t k = 0; k < depth; ++k)
-      for (int64_t n = first; n < first + kPanelOf<W>; ++n)
-        packed[place<W>(n, k, in_features)] = n < out_features && k < in_features ? weight[n * in_features + k] : W{};
+constexpr int64_t kSquareOutputs = kLanes * 4 / sizeof(W);
+
+// Packs the inner elements k to k + kLanes - 1 of the outputs from n on.
+template <class W>
+PENSTOCK_INLINE void pack_square(const W* weight, int64_t in_features, int64_t n, int64_t k, W* packed) {
+  const W* const from = weight + n * in_features + k;
+  UintVec rows[kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    if constexpr (sizeof(W) == 4) {
+      std::memcpy(&rows[i], from + i * in_features, sizeof rows[i]);
+    } else {
+      // The outputs whose elements are neighbours.
+      const bool in_order = place_in_panel<W>(1) == 1;
+      HalfVec first, second;
+      std::memcpy(&first, from + (in_order ? 2 * i : i) * in_features, sizeof first);
+      std::memcpy(&second, from + (in_order ? 2 * i + 1 : i + kLanes) * in_features, sizeof second);
+      rows[i] = __builtin_convertvector(first, UintVec) | __builtin_convertvector(second, UintVec) << 16;
+    }
+  }
+  transpose(rows);
+  for (int i = 0; i < kLanes; ++i) std::memcpy(packed + place<W>(n, k + i, in_features), &rows[i], sizeof rows[i]);
 }
 
 template <class W>
-static void unpack_panels(const void* from, int64_t out_features, int64_t in_features, void* to) {
-  const W* packed = static_cast<const W*>(from);
-  W* weight = static_cast<W*>(to);
-  for (int64_t n = 0; n < out_features; ++n)
-    for (int64_t k = 0; k < in_features; ++k) weight[n * in_features + k] = packed[place<W>(n, k, in_features)];
+static void pack_panel(const PackArgs& a, int64_t depth, int64_t panel) {
+  const W* weight = static_cast<const W*>(a.from);
+  W* packed = static_cast<W*>(a.to);
+  const int64_t first = panel * kPanelOf<W>, end = first + kPanelOf<W>;
+  const int64_t whole = end <= a.out_features ? depth / kLanes * kLanes : 0;
+  for (int64_t k = 0; k < whole; k += kLanes)
+    for (int64_t n = first; n < end; n += kSquareOutputs<W>) pack_square(weight, depth, n, k, packed);
+  for (int64_t k = whole; k < packed_depth<W>(depth); ++k)
+    for (int64_t n = first; n < end; ++n)
+      packed[place<W>(n, k, depth)] = n < a.out_features && k < depth ? weight[n * depth + k] : W{};
+}
+
+template <class W>
+static void unpack_panel(const PackArgs& a, int64_t depth, int64_t panel) {
+  const W* packed = static_cast<const W*>(a.from);
+  W* weight = static_cast<W*>(a.to);
+  const int64_t first = panel * kPanelOf<W>;
+  for (int64_t n = first; n < least(first + kPanelOf<W>, a.out_features); ++n)
+    for (int64_t k = 0; k < depth; ++k) weight[n * depth + k] = packed[place<W>(n, k, depth)];
 }
 
 PENSTOCK_INLINE float widen(float x) { return x; }
@@ -106,14 +168,39 @@ static void lookup(const LookupArgs& a) {
   });
 }
 
-static void pack_weight(const void* weight, int64_t out_features, int64_t in_features, WeightType type, void* packed) {
-  const int64_t depth = elements(in_features, type);
-  with_type(type, [&](auto w) { pack_panels<decltype(w)>(weight, out_features, depth, packed); });
+// Elements for which a second thread pays.
+constexpr int64_t kPackedPerThread = 64 * 1024;
+
+struct PackJob {
+  const PackArgs* args;
+  int64_t next_panel;
+};
+
+template <class W, void (*kConvert)(const PackArgs&, int64_t, int64_t)>
+static void convert_thread(void* data, int, const Team&) {
+  auto& job = *static_cast<PackJob*>(data);
+  const PackArgs& a = *job.args;
+  const int64_t depth = elements(a.in_features, a.weight_type), panels = divided_up(a.out_features, kPanelOf<W>);
+  for (;;) {
+    const int64_t panel = __atomic_fetch_add(&job.next_panel, 1, __ATOMIC_RELAXED);
+    if (panel >= panels) return;
+    kConvert(a, depth, panel);
+  }
 }
 
-static void unpack_weight(const void* packed, int64_t out_features, int64_t in_features, WeightType type, void* weight) {
-  const int64_t depth = elements(in_features, type);
-  with_type(type, [&](auto w) { unpack_panels<decltype(w)>(packed, out_features, depth, weight); });
+template <class W, void (*kConvert)(const PackArgs&, int64_t, int64_t)>
+static void convert(const PackArgs& a) {
+  PackJob job{&a, 0};
+  const int64_t most = 1 + a.out_features * a.in_features / kPackedPerThread;
+  run_parallel(static_cast<int>(least(a.num_threads, most)), convert_thread<W, kConvert>, &job);
+}
+
+static void pack_weight(const PackArgs& a) {
+  with_type(a.weight_type, [&](auto w) { convert<decltype(w), pack_panel<decltype(w)>>(a); });
+}
+
+static void unpack_weight(const PackArgs& a) {
+  with_type(a.weight_type, [&](auto w) { convert<decltype(w), unpack_panel<decltype(w)>>(a); });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -75,7 +75,7 @@ struct TileProducts {
       const float number = random.number();
       std::memcpy(&value, reinterpret_cast<const char*>(&number) + 2, sizeof value);
     }
-    kernels->pack_weight(weight, kOutputs, kInputs, WeightType::kBfloat16Tiles, packed);
+    kernels->pack_weight({weight, packed, kOutputs, kInputs, WeightType::kBfloat16Tiles, 1});
     return kernels->linear(
         {x, kInputs, packed, nullptr, out, kOutputs, rows, kInputs, kOutputs, WeightType::kBfloat16Tiles, 1});
   }
