@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -137,6 +138,23 @@ def test_unpacking_gives_every_bit_back_and_rows_are_read_exactly(
     assert torch.equal(kernels.unpack_weight(packed, outputs).view(torch.int16), weight_OI.view(torch.int16))
     ids_T = torch.tensor([outputs - 1, 0, outputs // 2, 0, outputs - 1])
     assert torch.equal(kernels.rows(ids_T, packed).nan_to_num(), weight_OI[ids_T].float().nan_to_num())
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 2), (31, 34), (70, 260), (300, 1030)])
+def test_packed_pairs_lie_in_panels_whatever_the_number_of_threads(
+    kernels: NativeKernels, layout: Bfloat16Layout, num_threads: int, outputs: int, inputs: int
+) -> None:
+    weight_OI = torch.randn(outputs, inputs).bfloat16()
+    packed = kernels.pack_weight(weight_OI, bfloat16=layout)
+    pairs_OP = weight_OI.view(torch.int32)
+    if layout is Bfloat16Layout.TILES:  # tiles of 16 pairs by 16 outputs, two of them side by side
+        padded = F.pad(pairs_OP, (0, -pairs_OP.shape[1] % 16, 0, -outputs % 32))
+        expected = padded.unflatten(1, (-1, 16)).unflatten(0, (-1, 2, 16)).permute(0, 3, 1, 4, 2)
+    else:
+        width = kernels.instruction_set.panel_width
+        expected = F.pad(pairs_OP, (0, 0, 0, -outputs % width)).unflatten(0, (-1, width)).transpose(1, 2)
+    size = packed.shape[0] * packed.stride(0)
+    assert torch.equal(packed.view(torch.int32).as_strided((size,), (1,)), expected.flatten())
 
 
 @pytest.mark.each_value_quick

@@ -100,6 +100,22 @@ def test_unpacking_gives_every_bit_back(kernels: NativeKernels, dtype: torch.dty
     assert torch.equal(kernels.unpack_weight(kernels.pack_weight(weight_OI), outputs), weight_OI)
 
 
+@pytest.mark.parametrize("dtype", WEIGHT_DTYPES, ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (31, 17), (70, 130), (300, 515)])
+def test_packed_weights_lie_in_panels_whatever_the_number_of_threads(
+    kernels: NativeKernels, dtype: torch.dtype, outputs: int, inputs: int
+) -> None:
+    weight_OI = torch.randn(outputs, inputs).to(dtype)
+    width = kernels.instruction_set.panel_width
+    panels = F.pad(weight_OI, (0, 0, 0, -outputs % width)).view(-1, width, inputs)
+    if dtype is torch.bfloat16:  # the two halves of a panel alternate
+        panels = panels.unflatten(1, (2, width // 2)).transpose(1, 2).flatten(1, 2)
+    expected = panels.transpose(1, 2).reshape(-1, inputs)
+    for num_threads in (1, 2, 3):
+        with threads(num_threads):
+            assert torch.equal(kernels.pack_weight(weight_OI), expected)
+
+
 @pytest.mark.parametrize("dtype", WEIGHT_DTYPES[1:], ids=str)
 def test_every_value_of_a_narrow_dtype_is_widened_exactly(kernels: NativeKernels, dtype: torch.dtype) -> None:
     weight_OI = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).view(512, 128)
