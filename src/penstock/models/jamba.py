@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
-
-from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.layers.recurrence.selective_scan import SelectiveScan, SelectiveSizes
 from penstock.models.bamba import common_weights
 from penstock.models.config_fields import FULL, ConfigFields
 from penstock.models.decoder import ATTENTION_WEIGHTS, DecoderConfig, DecoderLayer, DecoderModel, SelfAttention
-from penstock.models.mamba_fields import STATE_SPACE, read_step_rank, selective_pieces, selective_weights
+from penstock.models.mamba_fields import STATE_SPACE, read_step_rank, selective_weights
 from penstock.models.mixtures import ExpertNames, MixtureForCausalLM, mixtures, read_routing
 from penstock.models.weights import Into, WeightTable
 from penstock.parallel import ParallelState
@@ -44,7 +42,7 @@ class JambaForCausalLM(MixtureForCausalLM):
         num_layers, hidden_size = config.num_layers, config.hidden_size
         with_attention = _layers(fields, "attn_layer", num_layers, default=(8, 4))
         kinds = [FULL if layer in with_attention else STATE_SPACE for layer in range(num_layers)]
-        self._sizes = sizes = SelectiveSizes(
+        sizes = SelectiveSizes(
             inner_size=fields.integer("mamba_expand", default=2) * hidden_size,
             state_size=fields.integer("mamba_d_state", default=16),
             step_rank=read_step_rank(fields, "mamba_dt_rank", hidden_size),
@@ -72,10 +70,6 @@ class JambaForCausalLM(MixtureForCausalLM):
         model = DecoderModel(config, parallel, layer, ropes=[None] * num_layers)
         super().__init__(config, parallel, model, layers, routing)
         self.layer_kinds = kinds
-
-    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for own_name, piece in super().pieces(name, tensor):
-            yield from selective_pieces(self._sizes, own_name, piece)
 
 
 def _layers(fields: ConfigFields, name: str, num_layers: int, *, default: tuple[int, int]) -> list[int]:

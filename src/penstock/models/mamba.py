@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import ClassVar
-
-from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.layers.norm import RMSNorm
@@ -13,7 +10,7 @@ from penstock.layers.recurrence.selective_scan import SelectiveScan, SelectiveSi
 from penstock.models.config_fields import ConfigFields
 from penstock.models.decoder import DecoderModel
 from penstock.models.mamba2 import BACKBONE_WEIGHTS, BackboneForCausalLM, MixerLayer, read_backbone_config
-from penstock.models.mamba_fields import read_step_rank, selective_pieces, selective_weights
+from penstock.models.mamba_fields import read_step_rank, selective_weights
 from penstock.models.weights import WeightTable
 from penstock.parallel import ParallelState
 
@@ -31,7 +28,7 @@ class MambaForCausalLM(BackboneForCausalLM):
         fields = ConfigFields(model_config)
         config = read_backbone_config(fields, tied_by_default=True)
         inner_size = int(fields.number("expand", default=2) * config.hidden_size)
-        self._sizes = sizes = SelectiveSizes(
+        sizes = SelectiveSizes(
             inner_size=fields.integer("intermediate_size", default=inner_size),
             state_size=fields.integer("state_size", default=16),
             step_rank=read_step_rank(fields, "time_step_rank", config.hidden_size),
@@ -47,10 +44,6 @@ class MambaForCausalLM(BackboneForCausalLM):
             return MixerLayer(RMSNorm(config.hidden_size, config.norm_eps), mixer)
 
         super().__init__(config, parallel, DecoderModel(config, parallel, layer))
-
-    def pieces(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        for own_name, piece in super().pieces(name, tensor):
-            yield from selective_pieces(self._sizes, own_name, piece)
 
 
 class FalconMambaForCausalLM(MambaForCausalLM):

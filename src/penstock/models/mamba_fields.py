@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from penstock.checkpoints.json_file import decode_floats
 from penstock.errors import ModelError
-from penstock.layers.recurrence.selective_scan import SelectiveSizes
 from penstock.layers.recurrence.state_space import StateSpace
 from penstock.models.config_fields import FULL, ConfigFields
 from penstock.models.weights import Into, WeightTable
@@ -99,21 +96,6 @@ def read_step_rank(fields: ConfigFields, name: str, hidden_size: int) -> int:
 
 
 def selective_weights(theirs: str, ours: str) -> WeightTable:
-    """Weights of a Mamba layer with these names in the checkpoint and in the model; see `selective_pieces`."""
-    parts = ("in_proj", "conv1d", "dt_proj", "out_proj")
-    return {
-        theirs: Into(ours),
-        **{f"{theirs}.{part}": Into(f"{ours}.{part}") for part in parts},
-        f"{theirs}.x_proj.steps": Into(f"{ours}.steps_proj"),
-        f"{theirs}.x_proj.keys": Into(f"{ours}.keys_proj"),
-    }
-
-
-def selective_pieces(sizes: SelectiveSizes, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Cut a Mamba layer's `x_proj.weight`, whose outputs are features of the steps, keys and queries."""
-    prefix, is_projection, _ = name.partition(".x_proj.weight")
-    if not is_projection:
-        yield name, tensor
-        return
-    yield f"{prefix}.x_proj.steps.weight", tensor[: sizes.step_rank]
-    yield f"{prefix}.x_proj.keys.weight", tensor[sizes.step_rank :]
+    """Weights of a Mamba layer with these names in the checkpoint and in the model."""
+    parts = ("in_proj", "conv1d", "x_proj", "dt_proj", "out_proj")
+    return {theirs: Into(ours), **{f"{theirs}.{part}": Into(f"{ours}.{part}") for part in parts}}

@@ -16,7 +16,7 @@ from penstock.attention import ForwardContext
 from penstock.kernels.norm import grouped_rms_norm
 from penstock.kernels.recurrence import ScanParameters, ScanRule
 from penstock.kernels.rotary import Rotation
-from penstock.kernels.rows import concatenate_rows
+from penstock.kernels.rows import columns, concatenate_rows
 from penstock.layers.parallel_linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -64,8 +64,7 @@ class SelectiveScan(RecurrentMixer):
         projected = {"x": inner_size, "z": inner_size}
         self.in_proj = MergedColumnParallelLinear.of_sizes(hidden_size, projected, bias=sizes.bias, parallel=parallel)
         self.conv1d = CausalConvolution([channels], sizes.kernel_size, bias=sizes.convolution_bias)
-        self.steps_proj = _Reduced(inner_size, rank, bias=False, parallel=parallel)
-        self.keys_proj = _Reduced(inner_size, 2 * size, bias=False, parallel=parallel)
+        self.x_proj = _Reduced(inner_size, rank + 2 * size, bias=False, parallel=parallel)
         self.steps_norm = self.keys_norm = None
         if sizes.norm_eps is not None:
             self.steps_norm = GroupedNorm(["dt"], rank, sizes.norm_eps, has_weight=sizes.has_norm_weights)
@@ -108,7 +107,8 @@ class SelectiveScan(RecurrentMixer):
         of_all = context.of_all_tokens()
         projected_TW = self.in_proj(context.whole(hidden_TD), of_all)
         mixed_TI = self.conv1d(self.layer, projected_TW, context)
-        steps_TR, keys_TW = self.steps_proj(mixed_TI, of_all), self.keys_proj(mixed_TI, of_all)
+        reduced_TW, rank = self.x_proj(mixed_TI, of_all), self.dt_proj.input_size
+        steps_TR, keys_TW = columns(reduced_TW, 0, rank), columns(reduced_TW, rank, self.x_proj.output_size - rank)
         if self.steps_norm is not None and self.keys_norm is not None:
             steps_TR, keys_TW = self.steps_norm(steps_TR), self.keys_norm(keys_TW)
         steps_TI, mixed_TW = self.dt_proj(steps_TR, of_all), concatenate_rows(mixed_TI, keys_TW)
@@ -144,7 +144,7 @@ class GroupedNorm(nn.Module):
 
 
 class _Reduced(RowParallelLinear):
-    """A projection to few features, which all ranks have, for all tokens."""
+    """Features of the steps, keys and queries, side by side, which all ranks have, for all tokens."""
 
     keeps_precision = True
 
