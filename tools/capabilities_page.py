@@ -65,8 +65,9 @@ ELSEWHERE = {
         "tests/models/test_ranks.py::"
         "test_a_size_that_one_layer_refuses_is_refused_before_workers_start_with_sizes_that_all_layers_accept"
     ),
-    "`decode_context_parallel_size` where no two workers have the same KV heads": (
-        "tests/parallel/test_context_share.py::test_ranks_with_other_kv_heads_cannot_share_positions"
+    "`decode_context_parallel_size` where no two workers have the same KV heads, or the model has no attention": (
+        "tests/executor/test_context_parallel.py::"
+        "test_what_does_not_fit_together_is_refused_by_name_before_workers_start"
     ),
     "GPTQ and compressed-tensors checkpoints with activation order (`desc_act`, `actorder`), with TP": (
         "tests/models/test_ranks.py::test_groups_that_ranks_cannot_share_are_refused"

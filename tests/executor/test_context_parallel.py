@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from penstock.engine.core.engine_core import EngineCore
@@ -62,18 +63,28 @@ def test_a_token_takes_half_the_memory_of_each_rank(tmp_path: Path) -> None:
     assert shared == (num_blocks, 2 * positions, page_bytes)
 
 
-@pytest.mark.slow
-def test_what_does_not_fit_together_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.one_path(reason="refused before any step")
+def test_what_does_not_fit_together_is_refused_by_name_before_workers_start(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path, vocab_size=VOCAB_SIZE)
     with pytest.raises(ConfigError, match="decode_context_parallel_size=3 is not valid with tensor_parallel_size=2"):
         make(tmp_path, 2, 3)
     with pytest.raises(ConfigError, match="cp_kv_cache_interleave_size=3 is not valid with block_size=16"):
         make(tmp_path, 2, 2, cp_kv_cache_interleave_size=3)
+    before = {child.pid for child in psutil.Process().children()}
     with pytest.raises(UnsupportedFeature, match="decode_context_parallel_size=2: with 2 KV heads"):
         make(tmp_path, 2, 2)
     tiny_checkpoint(tmp_path / "gpt2", "gpt2", vocab_size=VOCAB_SIZE)
     with pytest.raises(UnsupportedFeature, match="decode_context_parallel_size=2 with GPT2LMHeadModel: "):
         make(tmp_path / "gpt2", 2, 2)
+    # Every query head of this one has a KV head of its own.
+    tiny_checkpoint(tmp_path / "zamba2", "zamba2", vocab_size=VOCAB_SIZE)
+    with pytest.raises(UnsupportedFeature, match="decode_context_parallel_size=2: with 4 KV heads"):
+        make(tmp_path / "zamba2", 2, 2)
+    kinds = {"layer_types": ["conv", "conv"], "num_key_value_heads": 1}
+    tiny_checkpoint(tmp_path / "lfm2", "lfm2", vocab_size=VOCAB_SIZE, num_hidden_layers=2, **kinds)
+    with pytest.raises(UnsupportedFeature, match="Lfm2ForCausalLM: none of its layers has a KV cache"):
+        make(tmp_path / "lfm2", 2, 2)
+    assert {child.pid for child in psutil.Process().children()} == before
 
 
 @pytest.mark.slow

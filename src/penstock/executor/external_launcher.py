@@ -19,7 +19,6 @@ from penstock.parallel.distributed_ranks import join_connected_ranks
 from penstock.parallel.local_ranks import SHARE_OF_STEP
 from penstock.system import env
 from penstock.system.rank_variables import LauncherPlace
-from penstock.worker.capabilities import check_options
 from penstock.worker.memory_plan import MemoryPlan
 
 _Value = TypeVar("_Value")
@@ -35,7 +34,6 @@ class ExternalLauncherExecutor(UniProcExecutor):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        check_options(config)
         size = config.parallel.world_size
         place = env.launcher_place()
         if place.world_size % size != 0:

@@ -38,7 +38,6 @@ from penstock.executor.ranks import GRACE_S, Rank, RanksExecutor
 from penstock.executor.serialization import dumps
 from penstock.executor.worker_process import SOURCE
 from penstock.parallel.local_ranks import ranks_behind, share_memory
-from penstock.worker.capabilities import check_options
 
 logger = logging.getLogger(__name__)
 # Timeout of a worker for finishing its own message, and for reading one while it has nothing else to do.
@@ -60,7 +59,6 @@ class MultiprocessExecutor(RanksExecutor):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        check_options(config)
         super().__init__(config)
         self._ranks: list[_Rank] = []
         self._stop_watch: Callable[[], object] = lambda: None

@@ -39,7 +39,7 @@ from penstock.executor.ray_worker import RankActor, RayStart
 from penstock.executor.serialization import dumps
 from penstock.parallel.connections import open_store
 from penstock.system import env
-from penstock.worker.capabilities import allows_options, check_options
+from penstock.worker.capabilities import allows_options
 
 logger = logging.getLogger(__name__)
 # Timeout of the placement group, for example until the resources of ended workers are free.
@@ -78,7 +78,6 @@ class RayExecutor(RanksExecutor):
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        check_options(config)
         super().__init__(config)
         self._ray = connect()
         self._ranks: list[_Rank] = []

@@ -9,6 +9,7 @@ from penstock.config import EngineConfig
 from penstock.executor.base import Executor
 from penstock.executor.recording.recorder import RecordingExecutor
 from penstock.observability.standard_streams import occupy_standard_descriptors
+from penstock.worker.capabilities import check_options
 
 # Imported on demand.
 _EXECUTORS = {
@@ -33,8 +34,9 @@ def environment_of_core(config: EngineConfig) -> dict[str, str]:
 def create_executor(config: EngineConfig) -> Executor:
     """Create the executor of the options, with its workers started and their models loaded."""
     occupy_standard_descriptors()
+    check_options(config)
     if config.parallel.tensor_parallel_size > 1:
-        importlib.import_module("penstock.loader.loader").check_tensor_parallel_size(config)
+        importlib.import_module("penstock.loader.loader").check_parallel_sizes(config)
     module, name = _EXECUTORS[config.parallel.executor]
     executor_type: type[Executor] = getattr(importlib.import_module(f"penstock.executor.{module}"), name)
     executor = executor_type(config)

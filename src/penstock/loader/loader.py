@@ -18,7 +18,7 @@ from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.config.load import SHARDED_STATE, STATES
 from penstock.device.operator_sizes import META
 from penstock.device.stand_in import standing_for
-from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError
+from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemory, PenstockError, UnsupportedFeature
 from penstock.layers.experts import Experts
 from penstock.layers.linear import LinearLayer, has_bfloat16_products, process_weights_after_loading
 from penstock.layers.weights import WidensWeight
@@ -44,7 +44,7 @@ from penstock.loader.weight_files import (
     what_is_there,
 )
 from penstock.loader.weight_source import WeightSource
-from penstock.models.attention_layers import choose_attention_arithmetic
+from penstock.models.attention_layers import attention_layers, choose_attention_arithmetic
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import describe_implementation, find_model_class, runs_through_transformers
 from penstock.observability.progress_bar import progress_bar
@@ -301,17 +301,23 @@ def build_model(model_config: ModelConfig, parallel_context: ParallelState) -> C
         ) from error
 
 
-def check_tensor_parallel_size(config: EngineConfig) -> None:
-    """Raise UnsupportedFeature, with the possible sizes, unless the model can be split by tensor_parallel_size.
+def check_parallel_sizes(config: EngineConfig) -> None:
+    """Raise UnsupportedFeature unless the model can be split by tensor_parallel_size, with the possible sizes, and its
+    KV cache by decode_context_parallel_size.
 
     Models that run through Transformers are refused elsewhere.
     """
-    size = config.parallel.tensor_parallel_size
+    size, num_shares = config.parallel.tensor_parallel_size, config.parallel.decode_context_parallel_size
     if size == 1 or runs_through_transformers(config.model):
         return
-    context = ParallelState(tensor=UnjoinedGroup(size))
+    context = ParallelState(tensor=UnjoinedGroup(size), context=UnjoinedGroup(num_shares))
     with naming_sizes(context, partial(build_model, config.model)):
-        build_model(config.model, context)
+        model = build_model(config.model, context)
+    if num_shares > 1 and all(layer.context is None for layer in attention_layers(model).values()):
+        raise UnsupportedFeature(
+            f"decode_context_parallel_size={num_shares} with {config.model.architecture}: none of its layers has a KV "
+            "cache that can be sharded by positions. Leave decode_context_parallel_size out."
+        )
 
 
 def build_like(live: CausalLM, model_config: ModelConfig, parallel_context: ParallelState) -> CausalLM:

@@ -33,6 +33,7 @@ from penstock.models.decoder import DecoderConfig, DecoderForCausalLM, DecoderMo
 from penstock.models.mamba_fields import STATE_SPACE, checked, read_hybrid_kinds, state_space_weights
 from penstock.models.weights import Elsewhere, Into, WeightTable
 from penstock.parallel import ParallelState, Share
+from penstock.parallel.context_share import context_share
 
 HYBRID = "hybrid"
 _KINDS = {"mamba": STATE_SPACE, STATE_SPACE: STATE_SPACE, HYBRID: HYBRID}
@@ -136,6 +137,7 @@ class Place(nn.Module):
                 head_size=config.head_size,
                 # Half of a head is of the embeddings.
                 scale=(config.head_size / 2) ** -0.5,
+                context=context_share(config.num_kv_heads, parallel),
             )
         )
         self.attention_additions = None

@@ -33,7 +33,7 @@ from penstock.engine.planning.kv_cache_size import (
 )
 from penstock.errors import CheckpointError, ModelNotFound, OutOfMemory, UnsupportedFeature
 from penstock.loader.headers import fetch_headers
-from penstock.loader.loader import check_tensor_parallel_size, peek_weights, stored_dtype
+from penstock.loader.loader import check_parallel_sizes, peek_weights, stored_dtype
 from penstock.loader.weight_files import has_weight_files
 from penstock.models.registry import refuse_unsuitable
 from penstock.observability.units import format_bytes
@@ -62,7 +62,7 @@ def plan_engine(model: str | Path, *, revision: str | None = None, **options: An
     refuse_unsuitable(config.model)
     device = _choose_device(config.device.device)
     check_options(config, device)
-    check_tensor_parallel_size(config)
+    check_parallel_sizes(config)
     tensors = _tensors(str(model), revision, config, is_on_hub=is_on_hub)
     dtype = _choose_dtype(config, None if tensors is None else stored_dtype(tensors), device)
     limits = RunnerLimits.of(config, config.model.planned_context)
