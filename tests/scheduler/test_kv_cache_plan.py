@@ -152,6 +152,20 @@ def test_states_have_a_pool_of_their_own_and_attention_keeps_its_block_size(stat
         plan_kv_cache(specs, sum(needs) - 1, max_model_len=100, max_num_batched_tokens=32, max_num_seqs=4)
 
 
+@pytest.mark.parametrize(
+    ("positions", "between", "expected"),
+    # As with two ranks that share positions, and as with layers whose keys are of several sizes.
+    [((32,), 16, 32), ((16,), 48, 48), ((32,), 48, 96), ((16, 24), 16, 48)],
+)
+def test_states_are_kept_where_blocks_of_attention_end(positions: tuple[int, ...], between: int, expected: int) -> None:
+    specs: dict[str, KVCacheSpec] = {"state": RecurrentStateSpec(state_bytes=64, block_size=between)}
+    for index, size in enumerate(positions):
+        specs[f"full.{index}"] = msgspec.structs.replace(FULL, block_size=size, num_kv_heads=3 + 2 * index)
+    found = {name: group.spec.block_size for group in group_layers(specs) for name in group.layer_names}
+    assert found["state"] == expected
+    assert all(expected % size == 0 for size in found.values())
+
+
 def test_states_get_a_quarter_at_most_and_no_more_than_requests_use() -> None:
     need = 3 * 64 + 8 * PAGE
 

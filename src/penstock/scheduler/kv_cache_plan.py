@@ -12,6 +12,8 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from penstock.contract import (
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -239,7 +241,8 @@ def _group_size(layers_per_kind: Sequence[int]) -> int:
 def _pools(specs: Mapping[str, KVCacheSpec]) -> list[dict[str, KVCacheSpec]]:
     """Sort layers by the size of their pages, in the order of each size's first layer.
 
-    Block sizes of attention grow until the pages are as large as the largest, where they can be.
+    Block sizes of attention grow until the pages are as large as the largest, where they can be. Those of states grow
+    to multiples of them: a request begins from a snapshot only where attention's blocks end too.
     """
     sized: dict[str, KVCacheSpec] = dict(specs)
     unequal = {name: spec for name, spec in specs.items() if not isinstance(spec, RecurrentStateSpec)}
@@ -248,8 +251,11 @@ def _pools(specs: Mapping[str, KVCacheSpec]) -> list[dict[str, KVCacheSpec]]:
         equal = {name: larger for name, spec in unequal.items() if (larger := spec.with_pages_of(target)) is not None}
         sized |= equal
         unequal = {name: spec for name, spec in unequal.items() if name not in equal}
+    border = math.lcm(*(spec.block_size for spec in sized.values() if not isinstance(spec, RecurrentStateSpec)))
     pools: dict[tuple[bool, int], dict[str, KVCacheSpec]] = {}
     for name, spec in sized.items():
+        if isinstance(spec, RecurrentStateSpec):
+            spec = msgspec.structs.replace(spec, block_size=math.lcm(spec.block_size, border))
         pools.setdefault((isinstance(spec, RecurrentStateSpec), spec.page_size_bytes), {})[name] = spec
     return list(pools.values())
 
