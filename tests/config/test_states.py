@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import EngineConfig
 from penstock.config.cache import CacheConfig
 from penstock.errors import ConfigError
 
@@ -24,6 +25,15 @@ from penstock.errors import ConfigError
 def test_what_is_not_valid_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CacheConfig(**options)
+
+
+def test_states_that_no_request_would_reach_are_refused() -> None:
+    message = (
+        r"mamba_block_size=144 is not valid with a context of 128 tokens: no state would be kept\. Use at most that"
+    )
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig.create("demo", max_model_len=128, mamba_block_size=144)
+    assert EngineConfig.create("demo", max_model_len=128, mamba_block_size=128).cache.mamba_block_size == 128
 
 
 def test_states_are_float32_by_default_and_have_the_dtype_of_all_that_is_kept() -> None:

@@ -98,6 +98,12 @@ class EngineConfig:
                 f"cp_kv_cache_interleave_size={interleave} is not valid with block_size={block_size}. "
                 "Allowed: its divisors."
             )
+        between = self.cache.mamba_block_size
+        if between is not None and between > self.model.planned_context:
+            raise ConfigError(
+                f"mamba_block_size={between} is not valid with a context of {self.model.planned_context} tokens: no "
+                "state would be kept. Use at most that, or mamba_cache_mode='none'."
+            )
         self._check_messages()
 
     @property
