@@ -44,7 +44,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 LORA = {"enable_lora": True, "max_loras": 1, "max_lora_rank": 4}
 KINDS = 2 * len(PROMPTS)
-NUM_REQUESTS = 40
+NUM_REQUESTS = 24
 MOVES = st.one_of(
     st.tuples(st.just("add"), st.integers(0, KINDS - 1)),
     st.tuples(st.just("add"), st.integers(0, KINDS - 1)),
@@ -154,12 +154,13 @@ def _core_with_small_pools(folder: Path, **options: Any) -> EngineCore:
 
 
 def _asked_and_alone(
-    folder: Path, adapters: Sequence[LoRARequest | None] = (None,)
+    folder: Path, adapters: Sequence[LoRARequest | None] = (None,), num_workers: int = 1
 ) -> tuple[list[dict[str, Any]], list[Result]]:
     """Each prompt with each adapter, as fields of a request; and the results, of one request at a time."""
     asked = [{"prompt": prompt, "parts": parts_of(adapter)} for adapter in adapters for prompt in PROMPTS]
     options = {**OPTIONS, **(LORA if len(adapters) > 1 else {}), "kv_cache_memory_bytes": 64 << 20}
-    core = make_core(folder, **options, fast_paths="off", enable_prefix_caching=False)
+    options |= {"tensor_parallel_size": num_workers, "fast_paths": "off", "enable_prefix_caching": False}
+    core = make_core(folder, **options)
     results: dict[str, Result] = {}
     try:
         for number, fields in enumerate(asked):
@@ -234,12 +235,13 @@ def test_states_in_bfloat16_are_smaller_and_have_one_value_each(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
 @pytest.mark.one_path(reason="kills come between steps")
-def test_requests_survive_the_kills_of_cores_at_any_time(tmp_path: Path) -> None:
-    """Requests come, end early, and lose one of two cores, in random order; pools have room for few of them."""
+def test_requests_survive_the_kills_of_processes_at_any_time(tmp_path: Path, ranks: dict[str, int]) -> None:
+    """Requests come, end early, and lose a core or a worker, in random order; pools have room for few of them."""
     adapters, rng = _with_adapter(tmp_path), random.Random(0)
-    asked, alone = _asked_and_alone(tmp_path, adapters)
-    options = {**SMALL, **OPTIONS, **NGRAM, **LORA, "data_parallel_size": 2}
+    asked, alone = _asked_and_alone(tmp_path, adapters, ranks.get("tensor_parallel_size", 1))
+    options = {**SMALL, **OPTIONS, **NGRAM, **LORA, **ranks}
     options |= {"kv_cache_memory_bytes": 512 << 10, "max_num_batched_tokens": 13}
     core = CoreGroup(EngineConfig.create(str(tmp_path), **options))
     kinds: list[int] = []
