@@ -12,7 +12,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError, UnsupportedFeature
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, results_of
 from support.checkpoints import tiny_checkpoint
-from support.engines import make_core, run
+from support.engines import greedy, make_core, random_prompts, run
 
 # A block of one worker: keys and values of 16 positions and of one head in two layers.
 BLOCK_BYTES = 2 * 2 * 16 * 1 * 16 * 4
@@ -99,3 +99,18 @@ def test_shared_positions_with_drafts_and_scattered_rows(tmp_path: Path) -> None
         results.append(run(core, PROMPTS, PARAMS) + run(core, PROMPTS, PARAMS))
         core.close()
     assert_same(results[1], results[0])
+
+
+@pytest.mark.slow
+def test_a_hybrid_begins_from_states_at_the_ends_of_shared_blocks(tmp_path: Path) -> None:
+    layout = {"num_key_value_heads": 1, "use_shared_attention_adapter": False}
+    tiny_checkpoint(tmp_path, "zamba2", vocab_size=VOCAB_SIZE, **layout)
+    prompts, params = random_prompts((50, 70), VOCAB_SIZE), greedy(12, logprobs=3)
+    results = []
+    for size in (1, 2):
+        core = make(tmp_path, size, size, kv_cache_memory_bytes="1MiB")
+        results.append(run(core, prompts, params) + run(core, prompts, params))
+        core.close()
+    assert_same(results[1], results[0])
+    assert [result.num_cached_tokens for result in results[0]] == [0, 0, 48, 64]
+    assert [result.num_cached_tokens for result in results[1]] == [0, 0, 32, 64]
