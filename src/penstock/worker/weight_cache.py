@@ -7,13 +7,10 @@ anew.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +19,10 @@ import torch
 from penstock.config import LoadConfig, ModelConfig
 from penstock.config.load import STATES
 from penstock.device import Device, DtypeChoice
-from penstock.device.capability import gpu_capability
 from penstock.errors import CheckpointError
-from penstock.kernels.native import NATIVE, library_path
 from penstock.loader.loader import restore
 from penstock.loader.packed_files import UNFINISHED, metadata_of, read_header, read_state, write_tensors
-from penstock.loader.packed_state import LAYOUT_VERSION, Kernels, PackedState
+from penstock.loader.packed_state import LAYOUT_VERSION, PackedState
 from penstock.loader.quantized.choose import choose_rounding
 from penstock.loader.weight_files import WeightFiles
 from penstock.models.causal_lm import CausalLM
@@ -35,27 +30,9 @@ from penstock.models.registry import runs_through_transformers
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.version import __version__
-from penstock.worker.calibration_texts import GENERAL_TEXT
+from penstock.worker.fingerprint import digest_of, made_of
 
 logger = logging.getLogger(__name__)
-# Options that change no weight; folders count by their files.
-_OTHER_OPTIONS = frozenset(
-    (
-        "model",
-        "folder",
-        "tokenizer_folder",
-        "hf_generation_config",
-        "max_model_len",
-        "seed",
-        "generation_config",
-        "override_generation_config",
-        "pooling",
-        "mm_processor_kwargs",
-        "enable_prompt_embeds",
-    )
-)
-# Parts of a file that are compared, and their size.
-_NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
 # Space of the file system that an entry leaves free.
 _RESERVE_BYTES = 1 << 30
 # Age from which on a file that was never finished is removed.
@@ -144,54 +121,16 @@ class WeightCache:
 
     def _key(self, keeps_inputs: bool) -> str:
         """Digest of all that the packed weights depend on."""
-        model, ranks = self._model, self._parallel
-        options = {field.name: getattr(model, field.name) for field in fields(model)}
-        calibration = model.calibration_file
-        texts = GENERAL_TEXT if calibration is None else calibration
+        ranks = self._parallel
         parts: dict[str, Any] = {
+            **made_of(self._model, self._load, self._device.kind),
             "versions": (LAYOUT_VERSION, __version__, torch.__version__),
-            "kernels": asdict(Kernels.here(self._device.kind)),
-            "library": _digest_of_library(),
-            "arithmetic": NATIVE is not None and NATIVE.prefers_bfloat16,
-            "capability": gpu_capability() if self._device.kind == "cuda" else None,
-            "options": {name: value for name, value in options.items() if name not in _OTHER_OPTIONS},
-            "context": model.planned_context,
-            "load": (self._load.load_format, self._load.model_loader_extra_config),
             "dtypes": (self._dtype.name, self._dtype.weights),
             "keeps_inputs": keeps_inputs,
             "ranks": [(group.rank, group.size) for group in (ranks.tensor, ranks.pipeline, ranks.context)],
             "stages": (ranks.pipeline_layers, ranks.embeds_at_end),
-            "files": [_stamp(path) for path in _files(model)],
-            "calibration": hashlib.sha256(texts.read_bytes()).hexdigest() if texts.is_file() else None,
         }
-        written = json.dumps(parts, sort_keys=True, default=str)
-        return hashlib.sha256(written.encode()).hexdigest()[:32]
-
-
-def _files(model: ModelConfig) -> Iterator[Path]:
-    """Files of the model and of its tokenizer, which reads the calibration data."""
-    for folder in dict.fromkeys((model.folder, model.tokenizer_folder)):
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and not path.name.startswith(".") and path.suffix not in (".md", ".py", ".txt"):
-                yield path
-
-
-def _stamp(path: Path) -> tuple[str, int, int, str]:
-    """Name, size, modification time, and digest of evenly spread parts of a file: all of a small one."""
-    status = path.stat()
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        step = max(status.st_size // _NUM_SAMPLES, _SAMPLE_BYTES)
-        for begin in range(0, status.st_size, step):
-            file.seek(begin)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return path.name, status.st_size, status.st_mtime_ns, digest.hexdigest()
-
-
-def _digest_of_library() -> str | None:
-    """Digest of the C++ kernels, whose layouts the weights have; None without."""
-    path = library_path()
-    return None if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
+        return digest_of(parts)
 
 
 def _remove_abandoned(folder: Path) -> None:
