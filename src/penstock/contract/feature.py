@@ -32,6 +32,7 @@ _BUILT_IN = (
     "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
     "penstock.features.weight_transfer",
+    "penstock.features.kv_tiers",
     # The last one: workers that replace lost ones sleep once the others have brought back their state.
     "penstock.features.sleep",
 )
@@ -64,6 +65,7 @@ class Feature:
     forward pass: the largest one's peak is the term, and warm-up runs the smallest one where kernels are compiled.
     deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
     memory_of_methods: tags of the memory that must be there for some of them.
+    counters: descriptions of the scheduler side's `counters` by name, for the metrics.
     """
 
     name: str
@@ -82,6 +84,7 @@ class Feature:
     deployment_methods: Sequence[str] = ()
     worker_methods: Sequence[str] = ()
     memory_of_methods: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    counters: Mapping[str, str] = field(default_factory=dict)
     how_to_turn_on: str = ""
 
     @property
@@ -198,6 +201,11 @@ def feature_of_part(name: str) -> Feature | None:
     """The feature that has a message part of this name."""
     of_name = (one for one in _registered.values() if any(part.feature == name for part in one.parts))
     return next(of_name, None)
+
+
+def counters_of_features() -> dict[str, str]:
+    """Descriptions of the counters of all registered features, by name."""
+    return {name: text for feature in _registered.values() for name, text in feature.counters.items()}
 
 
 def _sides(feature: Feature) -> list[Callable[..., Any] | str]:

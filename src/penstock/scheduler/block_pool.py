@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 # KV cache group, and hash of a block's whole prefix.
 BlockKey = tuple[int, bytes]
@@ -48,7 +48,10 @@ class BlockPool:
 
     steps: of the scheduler. pending: blocks by the step that must be done before they are free, ascending.
     num_cached_blocks: cached blocks that are not held.
+    elsewhere: finds blocks of no pool, for content that is kept outside of it; set while that counts too.
     """
+
+    elsewhere: Callable[[BlockKey], KVCacheBlock | None] | None = None
 
     def __init__(self, num_blocks: int, steps: StepIds) -> None:
         self.num_blocks = num_blocks
@@ -96,7 +99,9 @@ class BlockPool:
     def find(self, key: BlockKey) -> KVCacheBlock | None:
         """Return a cached block with this key, held or not."""
         blocks = self._cached.get(key)
-        return next(iter(blocks.values())) if blocks else None
+        if blocks:
+            return next(iter(blocks.values()))
+        return None if self.elsewhere is None else self.elsewhere(key)
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Allocate free blocks, least recently used first, and evict their content.

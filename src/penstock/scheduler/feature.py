@@ -87,6 +87,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     def caches_dropped(self) -> None:  # noqa: B027
         """Note that the workers drop the KV cache, and what encoders have computed. No step runs."""
 
+    def before_reset(self) -> None:  # noqa: B027
+        """Release blocks of the KV cache, and forget what is known of its content: the prefix cache is to be reset."""
+
     def workers_replaced(self) -> None:  # noqa: B027
         """Note that workers are to be replaced: results of earlier steps and the KV cache are lost."""
 
@@ -109,6 +112,10 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
 
     def counts(self) -> Mapping[str, int]:
         """Counts of the feature, as fields of `SchedulerStats`."""
+        return {}
+
+    def counters(self) -> Mapping[str, int]:
+        """Counts that only rise, by the names in `Feature.counters`."""
         return {}
 
     def close(self) -> None:  # noqa: B027

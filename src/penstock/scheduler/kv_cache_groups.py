@@ -116,6 +116,10 @@ class KVCacheGroup:
         """Add the full blocks from `first` to `end` of a request to the prefix cache; return the newly cached ones."""
         return self.pool.cache_full_blocks(blocks[first:end], self.keys(block_hashes, first, end))
 
+    def cache_loaded(self, block: KVCacheBlock, key: BlockKey, index: int) -> None:
+        """Add a held block, whose content was loaded, to the prefix cache. index: its position among blocks."""
+        self.pool.cache_full_blocks([block], [key])
+
 
 class FullAttentionGroup(KVCacheGroup):
     """Full attention: every position is read by all later ones."""
@@ -187,7 +191,8 @@ class StateGroup(KVCacheGroup):
         """Search backwards for a snapshot, at depths that some snapshot has."""
         most = max_num_tokens // self.block_size
         depths = self.pool.depths.get(self.group_id, ())
-        tried = sorted((depth for depth in depths if depth <= most), reverse=True) if len(depths) < most else None
+        is_known = len(depths) < most and self.pool.elsewhere is None
+        tried = sorted((depth for depth in depths if depth <= most), reverse=True) if is_known else None
         for depth in range(most, 0, -1) if tried is None else tried:
             block = self.find(block_hashes, depth - 1)
             if block is not None:
@@ -238,15 +243,18 @@ class StateGroup(KVCacheGroup):
     def cache(
         self, blocks: list[KVCacheBlock], block_hashes: Sequence[bytes], first: int, end: int
     ) -> list[KVCacheBlock]:
+        newly_cached = []
         for index, key in zip(range(first, end), self.keys(block_hashes, first, end), strict=True):
             self._seen[key[1]] = None
             self._seen.move_to_end(key[1])
             if blocks[index] is not self.pool.null_block:
-                self.pool.cache_snapshot(blocks[index], key, index + 1)
+                newly_cached += self.pool.cache_snapshot(blocks[index], key, index + 1)
         while len(self._seen) > _MOST_SEEN:
             self._seen.popitem(last=False)
-        # Requests of one step share no states.
-        return []
+        return newly_cached
+
+    def cache_loaded(self, block: KVCacheBlock, key: BlockKey, index: int) -> None:
+        self.pool.cache_snapshot(block, key, index + 1)
 
 
 class CrossAttentionGroup(KVCacheGroup):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
 
 from penstock.contract import KVCacheConfig, RecurrentStateSpec
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
-from penstock.scheduler.block_pool import BlockPool, KVCacheBlock, StepIds
+from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock, StepIds
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, StateGroup, Trail, make_group
 from penstock.scheduler.request import Request
 from penstock.scheduler.state_pool import StatePool
@@ -60,7 +60,13 @@ class KVCacheManager:
     num_lookahead_tokens: tokens beyond those of a step that a speculator may write.
     blocks_need_next_token: whether the KV of a block's last token depends on the token after it too, as with an EAGLE
         head. Then the last block of a prefix-cache hit is computed anew, since another token may follow it.
+
+    on_cached: called with a request and its newly cached blocks, whose step may not be done. on_forgotten: called with
+        the keys of blocks whose content may be wrong, though it was computed.
     """
+
+    on_cached: Callable[[Request, list[KVCacheBlock]], None] | None = None
+    on_forgotten: Callable[[Sequence[BlockKey]], None] | None = None
 
     def __init__(
         self,
@@ -106,6 +112,8 @@ class KVCacheManager:
         self._held: dict[str, _HeldBlocks] = {}
         # Blocks held by transfers, by request id and holder; those of each pool.
         self._holds: dict[tuple[str, str], list[list[KVCacheBlock]]] = {}
+        # Blocks held one by one.
+        self._in_transfer: Counter[KVCacheBlock] = Counter()
 
     @property
     def num_used_blocks(self) -> int:
@@ -160,6 +168,16 @@ class KVCacheManager:
             if length <= 0:
                 return self._no_hit
         return self._longest_hit(self.groups, request.block_hashes, length)
+
+    def find_with(self, request: Request, elsewhere: Callable[[BlockKey], KVCacheBlock | None]) -> PrefixHit:
+        """Return the prefix-cache hit as it would be with the blocks that `elsewhere` finds, which are of no pool."""
+        for pool in self.pools:
+            pool.elsewhere = elsewhere
+        try:
+            return self.get_computed_blocks(request)
+        finally:
+            for pool in self.pools:
+                pool.elsewhere = None
 
     @staticmethod
     def _longest_hit(groups: Sequence[KVCacheGroup], block_hashes: Sequence[bytes], max_num_tokens: int) -> PrefixHit:
@@ -251,6 +269,8 @@ class KVCacheManager:
                 held.num_cached[index] = end
                 shared += group.cache(held.groups[index], hashes, first, end)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
+        if shared and self.on_cached is not None:
+            self.on_cached(request, shared)
         return shared
 
     def share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
@@ -277,8 +297,11 @@ class KVCacheManager:
         hashes = request.block_hashes
         for group in self.groups:
             num_blocks = len(hashes) * self._hasher.block_size // group.block_size
-            for key in group.keys(hashes, 0, num_blocks):
+            keys = group.keys(hashes, 0, num_blocks)
+            for key in keys:
                 group.pool.forget(key)
+            if self.on_forgotten is not None:
+                self.on_forgotten(keys)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request; cached ones can be hit until they are reused."""
@@ -327,13 +350,38 @@ class KVCacheManager:
         for pool, blocks in zip(self.pools, of_pools, strict=True):
             pool.free_blocks(blocks)
 
+    def take_blocks(self, group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
+        """Take free blocks of these groups for content from elsewhere, held; None, with nothing taken, if too few are.
+
+        `release_block` releases each.
+        """
+        wanted = Counter(self._pool_indices[group_id] for group_id in group_ids)
+        if any(count > self.pools[index].num_free_blocks for index, count in wanted.items()):
+            return None
+        blocks = [self.groups[group_id].pool.get_new_blocks(1)[0] for group_id in group_ids]
+        self._in_transfer.update(blocks)
+        return blocks
+
+    def hold_block(self, block: KVCacheBlock, group_id: int) -> None:
+        """Hold a cached block until `release_block`, whatever its requests do."""
+        self.groups[group_id].pool.touch((block,))
+        self._in_transfer[block] += 1
+
+    def release_block(self, block: KVCacheBlock, group_id: int) -> None:
+        """Release a block of `take_blocks` or `hold_block`."""
+        assert self._in_transfer[block] > 0
+        self._in_transfer[block] -= 1
+        if not self._in_transfer[block]:
+            del self._in_transfer[block]
+        self.groups[group_id].pool.free_blocks((block,))
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block is free, pending, or held as often as its holders say.
 
         Linear in the number of blocks.
         """
         null_blocks = {pool.null_block for pool in self.pools}
-        num_holders: Counter[KVCacheBlock] = Counter()
+        num_holders = self._in_transfer.copy()
         groups_of: dict[KVCacheBlock, set[int]] = {}
         for held in self._held.values():
             for index, (own, blocks) in enumerate(zip(held.own, held.groups, strict=True)):

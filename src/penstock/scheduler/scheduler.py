@@ -142,6 +142,7 @@ class Scheduler:
             num_snapshots_taken=sum(pool.num_taken for pool in states),
             num_snapshots_evicted=sum(pool.num_evicted for pool in states),
             **of_features,
+            counters={name: count for feature in self.features for name, count in feature.counters().items()},
             state=self.rest,
         )
 
@@ -365,6 +366,8 @@ class Scheduler:
         """
         if reset_running_requests:
             self.preempt_all()
+        for feature in self.features:
+            feature.before_reset()
         is_reset = self.kv_cache.reset_prefix_cache()
         if not is_reset:
             logger.warning("The prefix cache was not reset, since requests hold blocks")

@@ -40,12 +40,18 @@ class StatePool(BlockPool):
     def count_free(self, blocks: Sequence[KVCacheBlock]) -> int:
         return super().count_free(blocks) + sum(map(self._superseded.__contains__, blocks))
 
-    def cache_snapshot(self, block: KVCacheBlock, key: BlockKey, depth: int) -> None:
-        """Add a held block to the prefix cache: the state after `depth` blocks of tokens."""
-        if super().cache_full_blocks([block], [key]):
+    def cache_snapshot(self, block: KVCacheBlock, key: BlockKey, depth: int) -> list[KVCacheBlock]:
+        """Add a held block to the prefix cache, the state after `depth` blocks of tokens; return it if it is new."""
+        newly_cached = super().cache_full_blocks([block], [key])
+        if newly_cached:
             self._depth_of[block] = depth
             self.depths.setdefault(key[0], Counter())[depth] += 1
             self.num_taken += 1
+        return newly_cached
+
+    def is_superseded(self, block: KVCacheBlock) -> bool:
+        """Whether a cached block is reused before other snapshots."""
+        return block in self._superseded or block in self._marked
 
     def supersede(self, block: KVCacheBlock, key: BlockKey | None) -> None:
         """Reuse the block before other snapshots, if it still has this key, once it is free."""

@@ -114,6 +114,7 @@ def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iter
         "state_snapshots_evicted": stats.num_snapshots_evicted,
         "encoder_cache_queries": stats.num_encoder_queries,
         "encoder_cache_hits": stats.num_encoder_hits,
+        **stats.counters,
     }
     for name, count in counts.items():
         yield Counter(PREFIX + name, labels, count)
