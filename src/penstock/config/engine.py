@@ -17,6 +17,7 @@ from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.graphs import GraphConfig
+from penstock.config.kv_tiers import KVTierConfig
 from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
 from penstock.config.lora import LoRAConfig
@@ -70,6 +71,7 @@ class EngineConfig:
     live_view: LiveViewConfig = field(default_factory=LiveViewConfig)
     expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
     sleep: SleepConfig = field(default_factory=SleepConfig)
+    kv_tiers: KVTierConfig = field(default_factory=KVTierConfig)
     weight_transfer: WeightTransferConfig = field(default_factory=WeightTransferConfig)
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
@@ -92,6 +94,7 @@ class EngineConfig:
             )
         self._check_recording()
         self._check_live_view()
+        self._check_kv_tiers()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -148,6 +151,19 @@ class EngineConfig:
             raise ConfigError(
                 f"live_view={str(self.live_view.live_view)!r} is not valid with engines that another program starts "
                 "(distributed_executor_backend='external_launcher'): each rank would listen there. Leave it out."
+            )
+
+    def _check_kv_tiers(self) -> None:
+        """Refuse blocks in a folder where nothing could look for them, or ranks would at different times."""
+        if self.kv_tiers.folder is None:
+            return
+        shown = f"kv_offload_dir={str(self.kv_tiers.folder)!r} is not valid"
+        if not self.cache.enable_prefix_caching:
+            raise ConfigError(f"{shown} with enable_prefix_caching=False. Leave one of them out.")
+        if self.parallel.must_agree_on_time:
+            raise ConfigError(
+                f"{shown} with engines that another program starts (distributed_executor_backend="
+                "'external_launcher'), whose ranks would find blocks at different times. Leave it out."
             )
 
     def _message_pieces(self, num_reqs: int) -> int:
@@ -253,6 +269,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "live_view": LiveViewConfig,
     "expert_stats": ExpertStatsConfig,
     "sleep": SleepConfig,
+    "kv_tiers": KVTierConfig,
     "weight_transfer": WeightTransferConfig,
     "additional": AdditionalConfig,
 }

@@ -27,10 +27,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of message parts. feature: key of the part in messages.
 
     may_repeat: whether a step with this part, or with a request that has it, may be repeated.
+    has_lasting_keys: whether `block_keys` and `keys_of_block` mean the same in other processes, as hashes do.
     """
 
     feature: ClassVar[str]
     may_repeat: ClassVar[bool] = True
+    has_lasting_keys: ClassVar[bool] = False
 
     def anon_repr(self) -> str:
         """Describe the part for logs and recordings, without a user's data."""

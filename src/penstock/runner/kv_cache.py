@@ -139,6 +139,10 @@ class PagedKVCache:
         for pages_NX in self._pages_of_group[group]:
             pages_NX.index_fill_(0, block_ids, 0)
 
+    def pages_of_block(self, group: int, block_id: int) -> list[Tensor]:
+        """Pages of a group's block, of all its layers on this rank: uint8 [page_size_bytes] each."""
+        return [pages_NX[block_id] for pages_NX in self._pages_of_group[group]]
+
     def memory_of_blocks(self, pool: int, start: int, stop: int) -> Iterator[Tensor]:
         """Pages start .. stop of every allocation of a pool, contiguous: uint8 [stop - start, page_size_bytes]."""
         for pages_NX in self._pages[pool]:

@@ -86,6 +86,7 @@ class MediaPart(Part, frozen=True, kw_only=True):
     """The media items of a request, in the order of its tokens. Only blocks with equal items are shared."""
 
     feature = "images, audio and video"
+    has_lasting_keys = True
     items: list[MediaItem]
 
     def of_tokens_from(self, start: int) -> MediaPart:

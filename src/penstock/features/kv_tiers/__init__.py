@@ -1,0 +1,27 @@
+"""KV tiers: blocks of the KV cache that are kept in a folder, from which later requests load them."""
+
+from __future__ import annotations
+
+from penstock.config import EngineConfig
+from penstock.contract.feature import Feature
+
+
+def _has_folder(config: EngineConfig) -> bool:
+    return config.kv_tiers.folder is not None
+
+
+FEATURE = Feature(
+    name="kv_tiers",
+    is_on=_has_folder,
+    scheduler_side="penstock.features.kv_tiers.scheduling:TierScheduling",
+    worker_side="penstock.features.kv_tiers.worker:TierWorker",
+    worker_methods=("kv_tier_folder", "move_kv_blocks"),
+    counters={
+        "external_prefix_cache_queries": "Tokens of prompts that were looked up in kv_offload_dir.",
+        "external_prefix_cache_hits": "Tokens of prompts whose KV was loaded from kv_offload_dir.",
+        "kv_tier_loaded_bytes": "Bytes of the KV cache that were read from kv_offload_dir, of one rank.",
+        "kv_tier_saved_bytes": "Bytes of the KV cache that were written to kv_offload_dir, of one rank.",
+        "kv_tier_failed_loads": "Blocks of kv_offload_dir that could not be read, and were computed instead.",
+    },
+    how_to_turn_on="Start the engine with kv_offload_dir=FOLDER.",
+)

@@ -1,0 +1,208 @@
+"""Files of KV cache blocks: one per block and rank, found by the hash of all tokens up to its end.
+
+    FOLDER/kv-1/DIGEST/ab/HASH-GROUP
+
+DIGEST is a fingerprint of all that the bits of a block depend on, so engines with other weights, options, kernels or
+ranks have other folders, and a file is never changed. A file is written under another name first, and has a checksum:
+after a crash it is whole or it is not used. There are no locks, so several engines and machines may share the folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from penstock.errors import PenstockError
+from penstock.observability.units import format_bytes
+from penstock.scheduler.block_pool import BlockKey
+
+logger = logging.getLogger(__name__)
+_LAYOUT = "kv-1"
+_UNFINISHED = ".part"
+# Age from which on a file that was never finished is removed.
+_ABANDONED_S = 3600.0
+# Magic number, checksum of the pages, and their size.
+_HEADER = struct.Struct("<8sIQ")
+_MAGIC = b"PENSTKV1"
+# Buffers of one system call.
+_MOST_BUFFERS = 512
+# Share of the limit that files keep once some had to make room, and that may be written between two counts.
+_KEPT, _BETWEEN_COUNTS = 0.9, 0.05
+# Space of the file system that stays free.
+_RESERVE_BYTES = 256 << 20
+
+
+class DamagedBlock(PenstockError):
+    """A file whose content is not a block of the expected size."""
+
+
+def folder_of(root: Path, digest: str) -> Path:
+    """Folder of the blocks with this fingerprint."""
+    return root / _LAYOUT / digest
+
+
+def path_of(folder: str | Path, key: BlockKey) -> str:
+    """Path of a block's file."""
+    group, digest = key[0], key[1].hex()
+    return f"{folder}/{digest[:2]}/{digest}-{group}"
+
+
+def write_block(path: str, pages: Sequence[memoryview]) -> int:
+    """Write a block of these pages; return the bytes. Raises OSError."""
+    size, checksum = 0, 0
+    for page in pages:
+        size += page.nbytes
+        checksum = zlib.crc32(page, checksum)
+    unfinished = f"{path}-{secrets.token_hex(8)}{_UNFINISHED}"
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    try:
+        with open(unfinished, "xb", buffering=0) as file:
+            _write_all(file.fileno(), [memoryview(_HEADER.pack(_MAGIC, checksum, size)), *pages])
+        os.replace(unfinished, path)
+    except BaseException:
+        Path(unfinished).unlink(missing_ok=True)
+        raise
+    return size
+
+
+def read_block(path: str, pages: Sequence[memoryview]) -> int:
+    """Read a block into these pages; return the bytes. Its time of change becomes that of its last use.
+
+    Raises OSError, and DamagedBlock for a file that is damaged or of another layout; the pages have any content then.
+    """
+    size = sum(page.nbytes for page in pages)
+    with open(path, "rb", buffering=0) as file:
+        header = bytearray(_HEADER.size)
+        num_read = _read_all(file.fileno(), [memoryview(header), *pages])
+        if os.fstat(file.fileno()).st_size != _HEADER.size + size or num_read != _HEADER.size + size:
+            raise DamagedBlock(f"{path} has another size than a block of {size:,} bytes.")
+        magic, checksum, written = _HEADER.unpack(header)
+        found = 0
+        for page in pages:
+            found = zlib.crc32(page, found)
+        if (magic, checksum, written) != (_MAGIC, found, size):
+            raise DamagedBlock(f"{path} is damaged.")
+        try:
+            os.utime(file.fileno())
+        except OSError:
+            logger.debug("The time of %s cannot be set", path)
+    return size
+
+
+def _write_all(fd: int, buffers: list[memoryview]) -> None:
+    while buffers:
+        _advance(buffers, os.writev(fd, buffers[:_MOST_BUFFERS]))
+
+
+def _read_all(fd: int, buffers: list[memoryview]) -> int:
+    """Read until the buffers are full, or the file ends; return the bytes."""
+    total = 0
+    while buffers and (num_bytes := os.readv(fd, buffers[:_MOST_BUFFERS])):
+        total += num_bytes
+        _advance(buffers, num_bytes)
+    return total
+
+
+def _advance(buffers: list[memoryview], num_bytes: int) -> None:
+    """Drop the first bytes of these buffers."""
+    num_whole = 0
+    for buffer in buffers:
+        if buffer.nbytes > num_bytes:
+            break
+        num_bytes -= buffer.nbytes
+        num_whole += 1
+    del buffers[:num_whole]
+    if num_bytes:
+        buffers[0] = buffers[0][num_bytes:]
+
+
+class FolderLimit:
+    """Keeps the files of a folder below a number of bytes, whichever engine wrote them, in a thread of its own.
+
+    Removes those that were not used for the longest time, and files that were never finished.
+    """
+
+    def __init__(self, root: Path, max_bytes: int) -> None:
+        self._root, self._max_bytes = root / _LAYOUT, max_bytes
+        self._num_new_bytes = 0
+        self._has_to_count = threading.Event()
+        self._is_closed = False
+        self._has_to_count.set()
+        self._thread = threading.Thread(target=self._run, name="kv-tier-limit", daemon=True)
+        self._thread.start()
+
+    def note_written(self, num_bytes: int) -> None:
+        """Note bytes that were written to the folder."""
+        self._num_new_bytes += num_bytes
+        if self._num_new_bytes > self._max_bytes * _BETWEEN_COUNTS:
+            self._num_new_bytes = 0
+            self._has_to_count.set()
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether the file system has room for so many bytes, beside a reserve."""
+        try:
+            system = os.statvfs(self._root.parent)
+        except OSError:
+            return False
+        return num_bytes + _RESERVE_BYTES <= system.f_bavail * system.f_frsize
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._has_to_count.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._has_to_count.wait()
+            self._has_to_count.clear()
+            if self._is_closed:
+                return
+            try:
+                self.enforce()
+            except OSError as error:
+                logger.warning("The files of %s could not be counted: %s", self._root, error)
+
+    def enforce(self) -> None:
+        """Remove files until the rest has fewer bytes than the limit."""
+        files, now = [], time.time()
+        for entry in _files_of(self._root):
+            try:
+                status = entry.stat()
+            except OSError:
+                continue  # another engine has removed it
+            if not entry.name.endswith(_UNFINISHED):
+                files.append((status.st_mtime, status.st_size, entry.path))
+            elif status.st_mtime < now - _ABANDONED_S:
+                Path(entry.path).unlink(missing_ok=True)
+        total = sum(size for _, size, _ in files)
+        if total <= self._max_bytes:
+            return
+        before = total
+        files.sort()
+        for _, size, path in files:
+            if total <= self._max_bytes * _KEPT:
+                break
+            Path(path).unlink(missing_ok=True)
+            total -= size
+        logger.info("%s had %s, and has %s now", self._root, format_bytes(before), format_bytes(total))
+
+
+def _files_of(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Entries of all files below a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            found = list(entries)
+    except OSError:
+        return  # not there yet, or removed
+    for entry in found:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _files_of(Path(entry.path))
+        else:
+            yield entry

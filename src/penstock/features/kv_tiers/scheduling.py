@@ -1,0 +1,361 @@
+"""Scheduler side of KV tiers: which blocks are loaded for waiting requests, and which are saved."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.contract import Part, RpcCall
+from penstock.errors import PenstockError
+from penstock.features.kv_tiers.files import FolderLimit, path_of
+from penstock.features.kv_tiers.moves import Move, MoveResult
+from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
+from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.kv_cache_manager import PrefixHit
+from penstock.scheduler.request import Request
+from penstock.scheduler.services import SchedulerServices
+from penstock.scheduler.state_pool import StatePool
+
+logger = logging.getLogger(__name__)
+# Reason for which a request waits.
+_LOAD = "blocks from kv_offload_dir"
+# Block id of a block that is in a folder.
+_IN_FOLDER = -1
+# Interval at which full blocks are saved, and at which a core with requests asks for the results.
+_SAVE_S, _ASK_S = 0.25, 0.02
+# Interval at which a core without requests asks.
+_IDLE_S = 0.01
+# Share of a pool's blocks that saves may hold.
+_MOST_SAVING = 0.25
+# Seconds without saves after one has failed, such as for a full disk.
+_PAUSE_S = 60.0
+# Counts for the metrics.
+_COUNTS = (
+    "external_prefix_cache_queries",
+    "external_prefix_cache_hits",
+    "kv_tier_loaded_bytes",
+    "kv_tier_saved_bytes",
+    "kv_tier_failed_loads",
+)
+# Seconds that a core which ends, or whose prefix cache is reset, waits for moves.
+_LONGEST_END_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """Blocks that are loaded together, those of one request's hit. Others may wait for them too.
+
+    num_tokens: of the hit, beyond what was there. held: blocks of the hit that were there before, with their groups.
+    blocks: (block, key, position among blocks) by move. req_ids: requests that wait.
+    pending: moves that have not ended, with the ranks that have not answered. failed: moves.
+    """
+
+    num_tokens: int
+    held: list[tuple[KVCacheBlock, int]]
+    blocks: dict[int, tuple[KVCacheBlock, BlockKey, int]] = field(default_factory=dict)
+    req_ids: list[str] = field(default_factory=list)
+    pending: dict[int, int] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
+
+
+@dataclass(eq=False, slots=True)
+class _Save:
+    """Block that is written. num_pending: ranks that have not answered."""
+
+    block: KVCacheBlock
+    group: int
+    num_pending: int
+
+
+class TierScheduling(SchedulerFeature):
+    """Loads blocks into the prefix cache before requests that would hit them are admitted, and saves full ones.
+
+    A loaded block is a block of the prefix cache as any other: whether its request still waits, or goes on, does not
+    matter. A request that waits for blocks is skipped; others go on.
+    """
+
+    def __init__(self, services: SchedulerServices) -> None:
+        config = services.config
+        folder = config.kv_tiers.folder
+        assert folder is not None, "the feature is on"
+        self._services, self._scheduler, self._call = services, services.scheduler, services.call_workers
+        self._kv_cache = services.scheduler.kv_cache
+        self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._note_cached, self._remove
+        self._num_ranks = config.parallel.world_size
+        self._limit = FolderLimit(folder, config.kv_tiers.max_bytes)
+        # Folders of the ranks' blocks; empty until the workers are asked.
+        self._folders: list[str] = []
+        self._next_move_id = 0
+        self._queued: list[Move] = []
+        self._loads: dict[int, _Load] = {}
+        self._saves: dict[int, _Save] = {}
+        self._loading: dict[BlockKey, _Load] = {}
+        # Loads that requests wait for, and preemptions of requests for which blocks were looked up.
+        self._waiting: dict[str, set[_Load]] = {}
+        self._tried: dict[str, int] = {}
+        # Full blocks that may have to be saved, with the last step that was launched before.
+        self._fresh: dict[KVCacheBlock, tuple[BlockKey, int]] = {}
+        self._ask_at = self._save_at = self._paused_until = 0.0
+        self._timer: threading.Timer | None = None
+        self._counts = dict.fromkeys(_COUNTS, 0)
+
+    # Loads.
+
+    def skips(self, request: Request) -> str | None:
+        if request.req_id in self._waiting:
+            return _LOAD
+        if self._tried.get(request.req_id) == request.num_preemptions or not _has_lasting_keys(request):
+            return None
+        self._tried[request.req_id] = request.num_preemptions
+        local = self._kv_cache.get_computed_blocks(request)
+        hit = self._kv_cache.find_with(request, self._find)
+        self._counts["external_prefix_cache_queries"] += request.num_tokens - local.num_tokens
+        if hit.num_tokens <= local.num_tokens or not self._kv_cache.has_room_for(request, local):
+            return None
+        return _LOAD if self._begin_load(request.req_id, hit, hit.num_tokens - local.num_tokens) else None
+
+    def _find(self, key: BlockKey) -> KVCacheBlock | None:
+        """A block that stands for one in the folder; None if it is not there."""
+        if key not in self._loading and not os.path.exists(path_of(self._folder, key)):
+            return None
+        found = KVCacheBlock(_IN_FOLDER)
+        found.key = key
+        return found
+
+    def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int) -> bool:
+        """Load the blocks of a hit that are in the folder; False if there is no room. num_tokens: that these give."""
+        wanted, held = [], []
+        for group, blocks in enumerate(hit.blocks):
+            for index, block in enumerate(blocks):
+                if block.block_id == _IN_FOLDER:
+                    assert block.key is not None
+                    wanted.append((block.key, index))
+                elif block is not self._kv_cache.groups[group].pool.null_block:
+                    held.append((block, group))
+        waits_for = {load for key, _ in wanted if (load := self._loading.get(key)) is not None}
+        wanted = [(key, index) for key, index in wanted if key not in self._loading]
+        # Those of the hit must not make room for the others.
+        for block, group in held:
+            self._kv_cache.hold_block(block, group)
+        blocks_taken = self._kv_cache.take_blocks([key[0] for key, _ in wanted])
+        if blocks_taken is None:
+            for block, group in reversed(held):
+                self._kv_cache.release_block(block, group)
+            return False
+        load = _Load(num_tokens, held)
+        for (key, index), block in zip(wanted, blocks_taken, strict=True):
+            move_id = self._queue(key, block, is_load=True)
+            load.blocks[move_id], load.pending[move_id] = (block, key, index), self._num_ranks
+            self._loads[move_id] = self._loading[key] = load
+        waits_for.add(load)
+        if not load.blocks:
+            self._end_load(load)
+            waits_for.remove(load)
+        for one in waits_for:
+            one.req_ids.append(req_id)
+        self._waiting[req_id] = waits_for
+        return True
+
+    def _end_load(self, load: _Load) -> None:
+        """Add the loaded blocks to the prefix cache, and let requests go on that wait for nothing else."""
+        # The end of a prefix makes room first.
+        for move_id, (block, key, index) in sorted(load.blocks.items(), key=lambda one: -one[1][2]):
+            group = self._kv_cache.groups[key[0]]
+            if move_id not in load.failed:
+                group.cache_loaded(block, key, index)
+            self._loading.pop(key, None)
+            self._kv_cache.release_block(block, key[0])
+        for block, held_by in reversed(load.held):
+            self._kv_cache.release_block(block, held_by)
+        self._let_go_on(load)
+        self._counts["external_prefix_cache_hits"] += 0 if load.failed else load.num_tokens
+        self._counts["kv_tier_failed_loads"] += len(load.failed)
+
+    def _let_go_on(self, load: _Load) -> None:
+        for req_id in load.req_ids:
+            waits_for = self._waiting.get(req_id, set())
+            waits_for.discard(load)
+            if not waits_for and self._waiting.pop(req_id, None) is not None:
+                self._scheduler.ready(req_id, _LOAD)
+
+    def request_ended(self, request: Request) -> None:
+        self._tried.pop(request.req_id, None)
+        self._waiting.pop(request.req_id, None)
+        if self._fresh:
+            self._services.call_soon(self._save_now)
+
+    @property
+    def is_polled(self) -> bool:
+        return bool(self._waiting)
+
+    # Saves.
+
+    def _note_cached(self, request: Request, blocks: list[KVCacheBlock]) -> None:
+        if not _has_lasting_keys(request):
+            return
+        if not self._fresh:
+            self._save_at = time.monotonic() + _SAVE_S
+        last_launched = self._kv_cache.steps.last_launched
+        for block in blocks:
+            assert block.key is not None
+            self._fresh[block] = (block.key, last_launched)
+
+    def _save_now(self) -> None:
+        self._save_at = 0.0
+
+    def _save(self) -> None:
+        """Begin to write the full blocks that are computed, and not in the folder yet."""
+        steps = self._kv_cache.steps
+        is_idle = steps.last_done == steps.last_launched
+        if not self._limit.has_room(0):
+            self._pause("the file system of kv_offload_dir is full")
+        is_paused = time.monotonic() < self._paused_until
+        num_saving = len(self._saves)
+        for block, (key, last_launched) in list(self._fresh.items()):
+            if not is_idle and steps.last_done <= last_launched:
+                continue
+            pool = self._kv_cache.groups[key[0]].pool
+            is_wanted = block.key == key and not (isinstance(pool, StatePool) and pool.is_superseded(block))
+            if is_wanted and not is_paused and num_saving >= pool.num_blocks * _MOST_SAVING:
+                break
+            del self._fresh[block]
+            if not is_wanted or is_paused or os.path.exists(path_of(self._folder, key)):
+                continue
+            self._kv_cache.hold_block(block, key[0])
+            self._saves[self._queue(key, block, is_load=False)] = _Save(block, key[0], self._num_ranks)
+            num_saving += 1
+        self._save_at = time.monotonic() + _SAVE_S
+
+    def _remove(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks whose content may be wrong."""
+        for key in keys:
+            for folder in self._folders:
+                try:
+                    os.unlink(path_of(folder, key))
+                except OSError:
+                    continue  # most blocks are not there
+
+    # Turns of the core.
+
+    def before_step(self) -> None:
+        now = time.monotonic()
+        if self._fresh and now >= self._save_at:
+            self._save()
+        if self._queued or (self._is_busy and (self._waiting or now >= self._ask_at)):
+            self._ask()
+        if (self._fresh or self._is_busy) and self._timer is None and not self._scheduler.has_unfinished_requests():
+            self._timer = threading.Timer(_IDLE_S, self._services.call_soon, (self._end_timer,))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def after_step(self) -> None:
+        if self._queued:
+            self._ask()
+
+    def _end_timer(self) -> None:
+        self._timer = None
+
+    @property
+    def _is_busy(self) -> bool:
+        return bool(self._loads or self._saves)
+
+    @property
+    def _folder(self) -> str:
+        """Folder of the first rank."""
+        if not self._folders:
+            self._folders = self._call(RpcCall("kv_tier_folder"))
+        return self._folders[0]
+
+    def _queue(self, key: BlockKey, block: KVCacheBlock, *, is_load: bool) -> int:
+        move_id, self._next_move_id = self._next_move_id, self._next_move_id + 1
+        self._queued.append(Move(move_id, is_load, key, block.block_id))
+        return move_id
+
+    def _ask(self) -> None:
+        """Give the queued moves to the workers, and take in the results of earlier ones."""
+        moves, self._queued = self._queued, []
+        answers: list[list[MoveResult]] = self._call(RpcCall("move_kv_blocks", (self._folders, moves)))
+        self._ask_at = time.monotonic() + _ASK_S
+        for rank, results in enumerate(answers):
+            for result in results:
+                self._take(result, is_first=rank == 0)
+
+    def _take(self, result: MoveResult, *, is_first: bool) -> None:
+        load, save = self._loads.get(result.move_id), self._saves.get(result.move_id)
+        if load is not None:
+            if result.error is not None:
+                logger.warning("A block of the KV cache is computed, since it could not be loaded: %s", result.error)
+                load.failed.add(result.move_id)
+            self._counts["kv_tier_loaded_bytes"] += result.num_bytes if is_first else 0
+            load.pending[result.move_id] -= 1
+            if not load.pending[result.move_id]:
+                del load.pending[result.move_id], self._loads[result.move_id]
+            if not load.pending:
+                self._end_load(load)
+        elif save is not None:
+            save.num_pending -= 1
+            if result.error is not None:
+                self._pause(result.error)
+            self._counts["kv_tier_saved_bytes"] += result.num_bytes if is_first else 0
+            self._limit.note_written(result.num_bytes)
+            if not save.num_pending:
+                del self._saves[result.move_id]
+                self._kv_cache.release_block(save.block, save.group)
+
+    def _pause(self, error: str) -> None:
+        """Save nothing for a while."""
+        if time.monotonic() >= self._paused_until:
+            logger.warning("No blocks of the KV cache are saved for %.0f s: %s", _PAUSE_S, error)
+        self._paused_until = time.monotonic() + _PAUSE_S
+
+    def _finish(self) -> None:
+        """Wait for the moves that have begun."""
+        give_up_at = time.monotonic() + _LONGEST_END_S
+        while self._is_busy and time.monotonic() < give_up_at:
+            self._ask()
+            if self._is_busy:
+                time.sleep(0.001)
+
+    def before_reset(self) -> None:
+        if self._is_busy and not self._services.has_lost_workers():
+            self._finish()
+        # The weights may be others from now on.
+        self._folders = []
+        self._fresh.clear()
+        self._tried.clear()
+
+    def workers_replaced(self) -> None:
+        for load in {id(load): load for load in self._loads.values()}.values():
+            load.failed.update(load.blocks)
+            self._end_load(load)
+        for save in self._saves.values():
+            self._kv_cache.release_block(save.block, save.group)
+        for kept in (self._loads, self._saves, self._fresh, self._queued, self._tried):
+            kept.clear()
+        self._folders = []
+
+    def counters(self) -> Mapping[str, int]:
+        return self._counts.copy()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        try:
+            if not self._services.has_lost_workers():
+                self._save()
+                self._finish()
+        except PenstockError as error:
+            logger.info("The last blocks of the KV cache are not saved: %s", error)
+        self._limit.close()
+
+
+def _has_lasting_keys(request: Request) -> bool:
+    """Whether the keys of a request's blocks mean the same to other engines, and after a restart."""
+    return request.parts is None or all(
+        part.has_lasting_keys or not (part.block_keys() or type(part).keys_of_block is not Part.keys_of_block)
+        for part in request.parts.values()
+    )

@@ -1,0 +1,167 @@
+"""Worker side of KV tiers: blocks are read and written in threads, beside the steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from penstock.contract.memory_tags import KV_CACHE
+from penstock.features.kv_tiers.files import DamagedBlock, folder_of, path_of, read_block, write_block
+from penstock.features.kv_tiers.moves import Move, MoveResult
+from penstock.runner.kv_cache import PagedKVCache
+from penstock.runner.slot_owner import SlotOwner
+from penstock.worker.feature import WorkerFeature, WorkerServices
+from penstock.worker.fingerprint import digest_of, made_of
+
+logger = logging.getLogger(__name__)
+_NUM_LOAD_THREADS = 2
+# Priority of the thread that writes, below that of the steps (`nice`).
+_SAVE_NICENESS = 10
+
+
+class _CacheOwner(SlotOwner):
+    """Reference to the KV cache."""
+
+    kv_cache: PagedKVCache | None = None
+
+    def use_kv_cache(self, kv_cache: PagedKVCache) -> None:
+        self.kv_cache = kv_cache
+
+
+class TierWorker(WorkerFeature):
+    """Reads and writes blocks of one rank. The scheduler's side holds them meanwhile, so that nothing else does."""
+
+    def __init__(self, services: WorkerServices) -> None:
+        self._services = services
+        self._owner = _CacheOwner()
+        self._done: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
+        self._futures: set[Future[None]] = set()
+        self._loads: ThreadPoolExecutor | None = None
+        self._saves: ThreadPoolExecutor | None = None
+        self._digest: str | None = None
+        # Weights that are not those of the start are known to this process alone.
+        self._nonce = secrets.token_hex(8)
+
+    def slot_owners(self) -> Sequence[SlotOwner]:
+        return (self._owner,)
+
+    def kv_tier_folder(self) -> str:
+        """Folder of the blocks of this rank, as its weights are now."""
+        services = self._services
+        if self._digest is None:
+            self._digest = digest_of(_what_blocks_depend_on(services, self._kv_cache))
+        assert services.config.kv_tiers.folder is not None
+        version = 0 if services.updates is None else services.updates.version
+        digest = self._digest if not version else digest_of({"of": self._digest, self._nonce: version})
+        return str(folder_of(services.config.kv_tiers.folder, digest))
+
+    def move_kv_blocks(self, folders: Sequence[str], moves: Sequence[Move]) -> list[MoveResult]:
+        """Begin moves from or to this rank's folder; return the results of those that have ended since.
+
+        folders: of all ranks, as `kv_tier_folder` says.
+        """
+        if moves and (self._loads is None or self._saves is None):
+            self._loads = ThreadPoolExecutor(_NUM_LOAD_THREADS, "kv-tier-load")
+            self._saves = ThreadPoolExecutor(1, "kv-tier-save", _lower_priority)
+        for move in moves:
+            threads = self._loads if move.is_load else self._saves
+            assert threads is not None
+            future = threads.submit(self._move, folders[self._services.rank], move)
+            self._futures.add(future)
+            future.add_done_callback(self._futures.discard)
+        results = []
+        while not self._done.empty():
+            results.append(self._done.get())
+        return results
+
+    def drop(self, tag: str) -> None:
+        if tag == KV_CACHE:
+            wait(tuple(self._futures))
+
+    def close(self) -> None:
+        for threads in (self._loads, self._saves):
+            if threads is not None:
+                threads.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def _kv_cache(self) -> PagedKVCache:
+        assert self._owner.kv_cache is not None, "a plan's features get no calls"
+        return self._owner.kv_cache
+
+    def _move(self, folder: str, move: Move) -> None:
+        path, error, num_bytes = path_of(folder, move.key), None, 0
+        try:
+            pages = self._kv_cache.pages_of_block(move.key[0], move.block_id)
+            if move.is_load:
+                num_bytes = self._load(path, pages)
+            else:
+                num_bytes = write_block(path, [_bytes_of(page.cpu()) for page in pages])
+        except DamagedBlock as damage:
+            error = str(damage)
+            Path(path).unlink(missing_ok=True)
+        except Exception as failure:  # of the thread's own: a result tells it
+            error = f"{type(failure).__name__}: {failure}"
+        self._done.put(MoveResult(move.move_id, num_bytes, error))
+
+    def _load(self, path: str, pages: Sequence[Tensor]) -> int:
+        if self._services.device.kind == "cpu":
+            return read_block(path, [_bytes_of(page) for page in pages])
+        staged = [torch.empty(page.shape, dtype=page.dtype, pin_memory=True) for page in pages]
+        num_bytes = read_block(path, [_bytes_of(page) for page in staged])
+        for page, read in zip(pages, staged, strict=True):
+            page.copy_(read)
+        return num_bytes
+
+
+def _bytes_of(page: Tensor) -> memoryview:
+    """Memory of a page on the host."""
+    return page.numpy().data
+
+
+def _lower_priority() -> None:
+    # Threads have priorities of their own on Linux alone.
+    if hasattr(os, "setpriority") and os.uname().sysname == "Linux":
+        os.setpriority(os.PRIO_PROCESS, 0, _SAVE_NICENESS)
+
+
+def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> dict[str, Any]:
+    """Describe all that the bits of a rank's blocks depend on, besides the tokens and the keys of requests."""
+    config = services.config
+    model, parallel, drafter = config.model, config.parallel, config.speculative.model
+    groups: list[Callable[[], Any] | Any] = [msgspec.to_builtins(group) for group in kv_cache.config.groups]
+    return {
+        **made_of(model, config.load, services.device.kind, has_times=False),
+        "torch": torch.__version__,
+        "dtype": str(services.dtype),
+        "groups": groups,
+        "backends": [group.backend.name for group in kv_cache.groups],
+        "page_bytes": [[page.nbytes for page in kv_cache.pages_of_block(index, 0)] for index in range(len(groups))],
+        "processing": model.mm_processor_kwargs,
+        "seed": model.seed if config.load.load_format == "dummy" else None,
+        "drafter": None if drafter is None else (asdict(config.speculative), _sizes_of(Path(drafter))),
+        "ranks": (
+            services.rank,
+            parallel.tensor_parallel_size,
+            parallel.pipeline_parallel_size,
+            parallel.pipeline_layers,
+            parallel.decode_context_parallel_size,
+            parallel.cp_kv_cache_interleave_size,
+            parallel.enable_sp,
+        ),
+    }
+
+
+def _sizes_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of change of a folder's files."""
+    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*"))]

@@ -1,0 +1,301 @@
+"""Blocks of the KV cache in a folder: later engines load them, with the bits of those that compute everything."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.contract import RpcCall, SamplingParams
+from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import ConfigError
+from penstock.features.kv_tiers.files import FolderLimit
+from penstock.features.kv_tiers.scheduling import TierScheduling
+from penstock.scheduler.outputs import EngineCoreOutput
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
+from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+
+VOCAB = 97
+PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=VOCAB)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "blocks").mkdir()
+    return tmp_path / "blocks"
+
+
+@contextlib.contextmanager
+def engine(model: Path, folder: Path | None, **options: Any) -> Iterator[EngineCore]:
+    core = make_core(model, kv_offload_dir=folder and str(folder), **options)
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+def answers(core: EngineCore, prompts: Sequence[Sequence[int]] = PROMPTS, max_tokens: int = 12) -> list[Result]:
+    return run(core, prompts, greedy(max_tokens, logprobs=2))
+
+
+def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
+    return [(result.tokens, result.logprobs) for result in one] == [
+        (result.tokens, result.logprobs) for result in other
+    ]
+
+
+def files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def counter(core: EngineCore, name: str) -> int:
+    return core.stats().counters[name]
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "windows": ("gemma2", {}),
+    "latents": ("deepseek_v3", {}),
+    "states": ("lfm2", {}),
+    "states-of-all-borders": ("qwen3_5", {"mamba_cache_mode": "all"}),
+    "two-mixers": ("falcon_h1", {}),
+    "int8-cache": ("llama", {"kv_cache_dtype": "int8"}),
+    "bfloat16-cache": ("qwen2", {"kv_cache_dtype": "bfloat16"}),
+    "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "int8": ("llama", {"quantization": "int8"}),
+    "asynchronous": ("llama", {"async_scheduling": True}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_new_engine_loads_what_an_earlier_one_computed(tmp_path: Path, folder: Path, case: str) -> None:
+    family, options = CASES[case]
+    save_checkpoint(tiny_model(family), tmp_path / "model")
+    with engine(tmp_path / "model", None, **options) as core:
+        expected = answers(core)
+    with engine(tmp_path / "model", folder, **options) as core:
+        assert same(answers(core), expected)
+    assert files(folder)
+    with engine(tmp_path / "model", folder, **options) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") > 100
+        assert counter(core, "kv_tier_failed_loads") == 0
+        # What was answered is found as well, in a next turn.
+        turns = [[*prompt, *result.tokens, 5, 6] for prompt, result in zip(PROMPTS, expected, strict=True)]
+        core.scheduler.kv_cache.check_integrity()
+        again = answers(core, turns)
+        core.scheduler.kv_cache.check_integrity()
+    with engine(tmp_path / "model", None, **options) as core:
+        assert same(answers(core, turns), again)
+
+
+def test_blocks_that_a_small_cache_evicted_are_loaded_again(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    prompts = random_prompts([90] * 6, vocab_size=VOCAB)
+    with engine(tmp_path / "model", None) as core:
+        expected = [answers(core, [prompt])[0] for prompt in prompts]
+    with engine(tmp_path / "model", folder, num_blocks=26, max_num_seqs=4) as core:
+        for _ in range(3):
+            for prompt, result in zip(prompts, expected, strict=True):
+                assert same(answers(core, [prompt]), [result])
+                core.scheduler.kv_cache.check_integrity()
+        assert counter(core, "external_prefix_cache_hits") >= 2 * 80
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _extend(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _extend, _empty])
+def test_damaged_files_are_computed_anew_and_removed(tmp_path: Path, folder: Path, damage: Any) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", folder) as core:
+        expected = answers(core)
+    damaged = sorted(files(folder))[::2]
+    for path in damaged:
+        damage(path)
+    with engine(tmp_path / "model", folder) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "kv_tier_failed_loads") > 0
+    with engine(tmp_path / "model", folder) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "kv_tier_failed_loads") == 0
+
+
+def test_files_that_vanish_between_look_up_and_load(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", folder) as core:
+        expected = answers(core)
+    with engine(tmp_path / "model", folder) as core:
+        ask = TierScheduling._ask
+
+        def vanish(side: TierScheduling) -> None:
+            shutil.rmtree(folder / "kv-1", ignore_errors=True)
+            ask(side)
+
+        monkeypatch.setattr(TierScheduling, "_ask", vanish)
+        assert same(answers(core), expected)
+        core.scheduler.kv_cache.check_integrity()
+
+
+def test_salts_and_other_weights_share_nothing(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "other", seed=1)
+    with engine(tmp_path / "model", folder) as core:
+        add(core, "salted", PROMPTS[0], greedy(4), cache_salt="a")
+        finish(core, {})
+    with engine(tmp_path / "model", folder) as core:
+        add(core, "plain", PROMPTS[0], greedy(4))
+        add(core, "b", PROMPTS[0], greedy(4), cache_salt="b")
+        finish(core, {})
+        assert counter(core, "external_prefix_cache_hits") == 0
+        add(core, "a", PROMPTS[0], greedy(4), cache_salt="a")
+        finish(core, {})
+        assert counter(core, "external_prefix_cache_hits") == 64
+    with engine(tmp_path / "other", None) as core:
+        expected = answers(core)
+    with engine(tmp_path / "other", folder) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") == 0
+
+
+def test_weights_that_change_make_other_blocks(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "other", seed=1)
+    with engine(tmp_path / "other", None) as core:
+        expected = answers(core)
+    with engine(tmp_path / "model", folder) as core:
+        first = answers(core)
+        core.collective_rpc(RpcCall("reload_weights", (str(tmp_path / "other"),)))
+        hits = counter(core, "external_prefix_cache_hits")
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") == hits
+    with engine(tmp_path / "model", folder) as core:
+        assert same(answers(core), first)
+
+
+def test_a_folder_keeps_to_its_limit(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", folder) as core:
+        expected = answers(core)
+    one = files(folder)[0].stat().st_size
+    before = len(files(folder))
+    (folder / "kv-1" / "ab-0123.part").write_bytes(b"unfinished")
+    limit = FolderLimit(folder, 4 * one)
+    limit.enforce()
+    limit.close()
+    kept = [path for path in files(folder) if path.suffix != ".part"]
+    assert 0 < len(kept) <= 4 < before
+    with engine(tmp_path / "model", folder) as core:
+        assert same(answers(core), expected)
+
+
+def test_a_full_file_system_stops_saving_and_nothing_else(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    monkeypatch.setattr("penstock.features.kv_tiers.files.os.writev", _no_space)
+    with engine(tmp_path / "model", folder) as core:
+        answers(core)
+        core.scheduler.kv_cache.check_integrity()
+        assert core.reset_prefix_cache()
+    assert not files(folder)
+    assert caplog.text.count("No blocks of the KV cache are saved for 60 s: OSError: [Errno 28]") == 1
+
+
+def _no_space(*_: object) -> int:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("case", ["full", "windows", "states"])
+def test_random_schedules_in_a_small_cache(tmp_path: Path, folder: Path, case: str, seed: int) -> None:
+    """Requests that come, end and are aborted at random, with common prefixes, preemption and resets."""
+    family, options = CASES[case]
+    save_checkpoint(tiny_model(family), tmp_path / "model")
+    choose = random.Random(seed)
+    stems = random_prompts([40, 64, 50], vocab_size=VOCAB, seed=seed)
+    prompts = [
+        [*choose.choice(stems), *random_prompts([choose.randint(1, 40)], vocab_size=VOCAB, seed=seed * 100 + index)[0]]
+        for index in range(12)
+    ]
+    params = greedy(choose.randint(2, 10))
+    with engine(tmp_path / "model", None, **options) as core:
+        expected = [run(core, [prompt], params)[0].tokens for prompt in prompts]
+    with engine(tmp_path / "model", folder, num_blocks=24, max_num_seqs=4, **options) as core:
+        for _ in range(3):
+            _run_at_random(core, prompts, params, expected, choose)
+        assert counter(core, "external_prefix_cache_hits") > 0 or case == "states"
+    with engine(tmp_path / "model", folder, num_blocks=24, max_num_seqs=4, **options) as core:
+        _run_at_random(core, prompts, params, expected, choose)
+
+
+def _run_at_random(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    expected: Sequence[Sequence[int]],
+    choose: random.Random,
+) -> None:
+    order = choose.sample(range(len(prompts)), len(prompts))
+    results: dict[str, Result] = {}
+    aborted: set[str] = set()
+
+    def take(outputs: Sequence[EngineCoreOutput]) -> None:
+        for output in outputs:
+            results.setdefault(output.req_id, Result()).take(output)
+
+    for _ in range(5000):
+        if not order and not core.has_unfinished_requests():
+            break
+        if order and choose.random() < 0.3:
+            index = order.pop()
+            add(core, str(index), prompts[index], params)
+            if choose.random() < 0.2:
+                aborted.add(str(index))
+        if aborted and choose.random() < 0.1:
+            take(core.abort_requests([choose.choice(sorted(aborted))]))
+        if choose.random() < 0.02:
+            core.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
+        take(core.step())
+        core.scheduler.kv_cache.check_integrity()
+        core.wait_for_work()
+    assert len(results) == len(prompts)
+    for name, result in results.items():
+        if name not in aborted:
+            assert result.tokens == expected[int(name)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_offload_dir": "/nowhere/at/all"}, "kv_offload_dir='/nowhere/at/all' is not a folder"),
+        ({"kv_offload_dir_size": 0}, "kv_offload_dir_size=0 is not valid. Allowed: a number of GiB above 0"),
+        ({"kv_offload_dir": ".", "enable_prefix_caching": False}, "with enable_prefix_caching=False"),
+    ],
+)
+def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        make_core(tmp_path, **options)
