@@ -18,6 +18,10 @@ struct HeadTokens {
   const float *values, *keys, *queries, *gates;  // of the head, but gates of all
   int64_t key_row_stride, query_row_stride, gates_stride;
   bool begins;  // with the first token of a request
+  // Pages of the states after each token if has_each, else after the last one alone: of all heads, and second ones or
+  // nullptr. streams: whether the pages are written past the caches.
+  char *pages[kSegment], *copies[kSegment];
+  bool has_each, streams;
   float* out;
   float *steps, *decays, *added, *memory, *out_scales;  // [count]
   float *key_decays, *decayed_keys;                     // [count][key_stride], with steps per key
@@ -120,6 +124,16 @@ struct Channels {
 
   PENSTOCK_METHOD Vec load_some(const S* from) const { return kIsPart ? load_first(from, count) : load(from); }
   PENSTOCK_METHOD void store_some(S* to, Vec v) const { kIsPart ? store_first(to, v, count) : store(to, v); }
+  PENSTOCK_METHOD void store_to_page(S* to, Vec v) const {
+    if (!kIsPart && h.streams) stream(to, v);
+    else store_some(to, v);
+  }
+
+  // Rows of the state after token t in its page; nullptr where it has none.
+  PENSTOCK_METHOD StateRows<S> page(int64_t t) const {
+    if (!h.has_each && t + 1 < h.count) return {nullptr, 0};
+    return {reinterpret_cast<S*>(h.pages[t]) + head * a.key_size * a.value_size + first, a.value_size};
+  }
 
   PENSTOCK_METHOD Vec value(int64_t t, int v) const {
     const float* at = h.values + t * h.row_stride + first + v * kLanes;
@@ -147,12 +161,15 @@ struct Channels {
 
   // kTokens tokens from t on, without the delta rule.
   template <int kTokens, bool kByKey>
-  void add_tokens(int64_t t, StateRows<const S> from, StateRows<S> to) const {
+  void add_tokens(int64_t t, StateRows<const S> from, StateRows<S> between) const {
+    const bool has_next = t + kTokens < h.count;
+    StateRows<S> pages[kTokens];
+    for (int i = 0; i < kTokens; ++i) pages[i] = page(t + i);
     Vec sums[kTokens][kVectors] = {}, added[kTokens][kVectors];
     for (int i = 0; i < kTokens; ++i)
       for (int v = 0; v < kVectors; ++v) added[i][v] = value(t + i, v) * splat(h.added[t + i]);
     const float *keys = h.keys + t * h.row_stride, *queries = h.queries + t * h.row_stride;
-    for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride, to.at += to.stride) {
+    for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride) {
       Vec state[kVectors];
       for (int v = 0; v < kVectors; ++v) state[v] = load_some(from.at + v * kLanes);
       for (int i = 0; i < kTokens; ++i) {
@@ -164,8 +181,11 @@ struct Channels {
           multiply_add(sums[i][v], next, query);
           state[v] = kept_as(static_cast<const S*>(nullptr), next);
         }
+        if (pages[i].at == nullptr) continue;
+        for (int v = 0; v < kVectors; ++v) store_to_page(pages[i].at + n * pages[i].stride + v * kLanes, state[v]);
       }
-      for (int v = 0; v < kVectors; ++v) store_some(to.at + v * kLanes, state[v]);
+      if (!has_next) continue;
+      for (int v = 0; v < kVectors; ++v) store_some(between.at + n * between.stride + v * kLanes, state[v]);
     }
     for (int i = 0; i < kTokens; ++i) put(t + i, sums[i]);
   }
@@ -181,7 +201,8 @@ struct Channels {
 
   // Token t by the delta rule. memory: of this token; becomes that of the next one, if there is one.
   template <bool kByKey, bool kHasNext>
-  void replace(int64_t t, StateRows<const S> from, StateRows<S> to, Vec* memory) const {
+  void replace(int64_t t, StateRows<const S> from, StateRows<S> between, Vec* memory) const {
+    const StateRows<S> page = this->page(t);
     Vec sums[kVectors] = {}, added[kVectors], next_memory[kVectors] = {};
     for (int v = 0; v < kVectors; ++v) {
       added[v] = value(t, v);
@@ -190,15 +211,18 @@ struct Channels {
     }
     const float *keys = h.keys + t * h.row_stride, *queries = h.queries + t * h.row_stride;
     const float* next_keys = kByKey ? h.decayed_keys + (t + 1) * h.key_stride : keys + h.row_stride;
-    for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride, to.at += to.stride) {
+    for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride) {
       const Vec key = splat(keys[n]), query = splat(queries[n]), of_token = decay<kByKey>(t, n);
       for (int v = 0; v < kVectors; ++v) {
         Vec next = added[v] * key;
         multiply_add(next, load_some(from.at + v * kLanes), of_token);
         multiply_add(sums[v], next, query);
         next = kept_as(static_cast<const S*>(nullptr), next);
-        if (kHasNext) multiply_add(next_memory[v], next, splat(next_keys[n]));
-        store_some(to.at + v * kLanes, next);
+        if (kHasNext) {
+          multiply_add(next_memory[v], next, splat(next_keys[n]));
+          store_some(between.at + n * between.stride + v * kLanes, next);
+        }
+        if (page.at != nullptr) store_to_page(page.at + n * page.stride + v * kLanes, next);
       }
     }
     for (int v = 0; v < kVectors; ++v) memory[v] = next_memory[v];
@@ -207,7 +231,9 @@ struct Channels {
 
   // Token t with a decay for each element of the state. rates: [key_size][kVectors * kLanes], of powers of two: a power
   // per element and token is most of the time.
-  void add_by_element(int64_t t, StateRows<const S> from, StateRows<S> to, const float* rates) const {
+  void add_by_element(int64_t t, StateRows<const S> from, StateRows<S> between, const float* rates) const {
+    const bool has_next = t + 1 < h.count;
+    const StateRows<S> page = this->page(t);
     Vec sums[kVectors] = {}, added[kVectors], steps[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       const int64_t at = head * a.value_size + first + v * kLanes, left = kIsPart ? count : kLanes;
@@ -221,7 +247,7 @@ struct Channels {
     }
     const float *keys = h.keys + t * h.key_row_stride, *queries = h.queries + t * h.query_row_stride;
     const bool scales = a.keeps_variance && !(h.begins && t == 0);
-    for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride, to.at += to.stride, rates += kVectors * kLanes) {
+    for (int64_t n = 0; n < a.key_size; ++n, from.at += from.stride, rates += kVectors * kLanes) {
       const Vec key = splat(keys[n]), query = splat(queries[n]);
       for (int v = 0; v < kVectors; ++v) {
         const Vec of_element = exp2_of_negative(steps[v] * load(rates + v * kLanes));
@@ -229,7 +255,8 @@ struct Channels {
         if (scales) next = next * variance_left(of_element);
         multiply_add(next, load_some(from.at + v * kLanes), of_element);
         multiply_add(sums[v], next, query);
-        store_some(to.at + v * kLanes, next);
+        if (has_next) store_some(between.at + n * between.stride + v * kLanes, next);
+        if (page.at != nullptr) store_to_page(page.at + n * page.stride + v * kLanes, next);
       }
     }
     put(t, sums);
@@ -244,20 +271,18 @@ struct Channels {
       }
   }
 
-  // All tokens of the segment: from a state to another, by way of `between`.
+  // All tokens of the segment: from a state to those of the pages, by way of `between`.
   template <bool kByKey>
-  void advance(StateRows<const S> from, StateRows<S> to, StateRows<S> between) const {
+  void advance(StateRows<const S> from, StateRows<S> between) const {
     if (a.betas < 0) {
       for (int64_t t = 0; t < h.count;) {
         const bool many = kVectors <= kVectorsOfMany && h.count - t >= kTokensAtOnce;
-        const int64_t end = t + (many ? kTokensAtOnce : 1);
-        const StateRows<S> next = end == h.count ? to : between;
         if constexpr (kVectors <= kVectorsOfMany) {
-          if (many) add_tokens<kTokensAtOnce, kByKey>(t, from, next);
+          if (many) add_tokens<kTokensAtOnce, kByKey>(t, from, between);
         }
-        if (!many) add_tokens<1, kByKey>(t, from, next);
-        from = {next.at, next.stride};
-        t = end;
+        if (!many) add_tokens<1, kByKey>(t, from, between);
+        from = {between.at, between.stride};
+        t += many ? kTokensAtOnce : 1;
       }
       return;
     }
@@ -267,18 +292,17 @@ struct Channels {
       replace<kByKey, true>(t, from, between, memory);
       from = {between.at, between.stride};
     }
-    replace<kByKey, false>(h.count - 1, from, to, memory);
+    replace<kByKey, false>(h.count - 1, from, between, memory);
   }
 
-  void advance(StateRows<const S> from, StateRows<S> to, S* between, float* rates) const {
-    const StateRows<S> rows{between, kVectors * kLanes};
-    if (a.step_size == StepSize::kKey) return advance<true>(from, to, rows);
-    if (a.step_size == StepSize::kHead && !a.decays_by_element) return advance<false>(from, to, rows);
+  void advance(StateRows<const S> from, S* memory, float* rates) const {
+    const StateRows<S> between{memory, kVectors * kLanes};
+    if (a.step_size == StepSize::kKey) return advance<true>(from, between);
+    if (a.step_size == StepSize::kHead && !a.decays_by_element) return advance<false>(from, between);
     decay_rates(rates);
     for (int64_t t = 0; t < h.count; ++t) {
-      const StateRows<S> next = t + 1 == h.count ? to : rows;
-      add_by_element(t, from, next, rates);
-      from = {next.at, next.stride};
+      add_by_element(t, from, between, rates);
+      from = {between.at, between.stride};
     }
   }
 };
@@ -288,43 +312,69 @@ struct RecurrenceMemory {
   float *between, *rates, *zeros;
 };
 
-// Value channels from `first` to `end` of a head through a segment's tokens.
+// Value channels from `first` to `end` of a head through a segment's tokens. before: page of the state; nullptr for zeros.
 template <class S>
-static void advance_head(const RecurrenceArgs& a, const HeadTokens& h, const StateSegment& s, int64_t head, int64_t first,
+static void advance_head(const RecurrenceArgs& a, const HeadTokens& h, const char* before, int64_t head, int64_t first,
                          int64_t end, const RecurrenceMemory& memory) {
   const int64_t size = a.value_size, offset = head * a.key_size * size;
-  S* to = reinterpret_cast<S*>(s.to) + offset;
   auto* between = reinterpret_cast<S*>(memory.between);
   for (int64_t at = first; at < end;) {
     StateRows<const S> from{reinterpret_cast<const S*>(memory.zeros), 0};
-    if (s.from != nullptr) from = {reinterpret_cast<const S*>(s.from) + offset + at, size};
+    if (before != nullptr) from = {reinterpret_cast<const S*>(before) + offset + at, size};
     const int64_t left = end - at;
     if (h.count == 1 && left >= kVectorsOfOne * kLanes) {
-      Channels<S, kVectorsOfOne, false>{a, h, head, at, 0}.advance(from, {to + at, size}, between, memory.rates);
+      Channels<S, kVectorsOfOne, false>{a, h, head, at, 0}.advance(from, between, memory.rates);
       at += kVectorsOfOne * kLanes;
     } else if (left >= kVectorsOfMany * kLanes) {
-      Channels<S, kVectorsOfMany, false>{a, h, head, at, 0}.advance(from, {to + at, size}, between, memory.rates);
+      Channels<S, kVectorsOfMany, false>{a, h, head, at, 0}.advance(from, between, memory.rates);
       at += kVectorsOfMany * kLanes;
     } else if (left >= kLanes) {
-      Channels<S, 1, false>{a, h, head, at, 0}.advance(from, {to + at, size}, between, memory.rates);
+      Channels<S, 1, false>{a, h, head, at, 0}.advance(from, between, memory.rates);
       at += kLanes;
     } else {
-      Channels<S, 1, true>{a, h, head, at, left}.advance(from, {to + at, size}, between, memory.rates);
+      Channels<S, 1, true>{a, h, head, at, left}.advance(from, between, memory.rates);
       at = end;
     }
   }
-  if (s.copy == nullptr) return;
-  S* copy = reinterpret_cast<S*>(s.copy) + offset;
-  for (int64_t n = 0; n < a.key_size; ++n)
-    std::memcpy(copy + n * size + first, to + n * size + first, (end - first) * sizeof(S));
+  for (int64_t t = h.has_each ? 0 : h.count - 1; t < h.count; ++t) {
+    if (h.copies[t] == nullptr) continue;
+    const S* page = reinterpret_cast<const S*>(h.pages[t]) + offset;
+    S* copy = reinterpret_cast<S*>(h.copies[t]) + offset;
+    for (int64_t n = 0; n < a.key_size; ++n)
+      std::memcpy(copy + n * size + first, page + n * size + first, (end - first) * sizeof(S));
+  }
+}
+
+// Takes the next segment, or several of one token, which go through a part of the state together. next: the segment
+// after the last one taken. Returns the page of the state before them.
+static const char* take_segments(StateSegments& segments, StateSegment& next, bool& has_next, HeadTokens& h) {
+  const char* const before = next.from;
+  h.count = next.end - next.begin;
+  h.has_each = h.count == 1;
+  h.pages[h.count - 1] = next.to;
+  h.copies[h.count - 1] = next.copy;
+  has_next = segments.next(next);
+  while (h.has_each && has_next && next.end - next.begin == 1 && h.count < kSegment) {
+    h.pages[h.count] = next.to;
+    h.copies[h.count++] = next.copy;
+    has_next = segments.next(next);
+  }
+  return before;
 }
 
 // A unit of work is a range of a head's value channels, in all tokens of a request.
 struct RecurrenceJob {
   const RecurrenceArgs* args;
   int64_t channels, ranges, next_unit;
-  bool has_failed;
+  bool can_stream, has_failed;
 };
+
+// Whether pages are written past the caches: such stores need aligned addresses.
+static bool can_stream(const RecurrenceArgs& a) {
+  const int64_t size = a.state_type == StateType::kBfloat16 ? 2 : 4, vector = kLanes * size;
+  const auto start = reinterpret_cast<uintptr_t>(a.states.pages);
+  return start % vector == 0 && a.states.page_stride % vector == 0 && a.value_size % kLanes == 0;
+}
 
 static void recur_thread(void* data, int, const Team&) {
   auto& job = *static_cast<RecurrenceJob*>(data);
@@ -356,30 +406,34 @@ static void recur_thread(void* data, int, const Team&) {
   for (int64_t n = 0; n < key_stride; ++n) ones[n] = 1.0f;
   for (;;) {
     const int64_t unit = __atomic_sub_fetch(&job.next_unit, 1, __ATOMIC_RELAXED);
-    if (unit < 0) return;
+    if (unit < 0) break;
     const int64_t head = unit / job.ranges % a.num_heads, first = unit % job.ranges * job.channels;
     const int64_t end = first + job.channels < a.value_size ? first + job.channels : a.value_size;
     const int64_t group = head / (a.num_heads / a.num_groups);
     h.decay_rate = a.decays_by_element ? 0.0f : exp(splat(a.decay_log[head]))[0];
     StateSegments segments(a.states, unit / job.ranges / a.num_heads);
-    for (StateSegment s; segments.next(s);) {
-      const float* mixed = a.mixed + s.begin * a.mixed_stride;
-      h.count = s.end - s.begin;
+    StateSegment next;
+    for (bool has_next = segments.next(next); has_next;) {
+      const int64_t begin = next.begin;
+      const char* const before = take_segments(segments, next, has_next, h);
+      const float* mixed = a.mixed + begin * a.mixed_stride;
+      h.streams = job.can_stream && h.has_each && h.count > 1;
       h.values = mixed + a.values + head * a.value_size;
       h.keys = a.keys < 0 ? ones : mixed + a.keys + group * a.key_size;
       h.queries = a.queries < 0 ? ones : mixed + a.queries + group * a.key_size;
-      h.begins = s.from == nullptr;
-      h.gates = a.gates + s.begin * a.gates_stride;
-      h.out = a.out + s.begin * a.out_stride + head * a.value_size;
+      h.begins = before == nullptr;
+      h.gates = a.gates + begin * a.gates_stride;
+      h.out = a.out + begin * a.out_stride + head * a.value_size;
       prepare(a, head, h);
-      (a.state_type == StateType::kBfloat16 ? advance_head<Bfloat16> : advance_head<float>)(a, h, s, head, first, end,
-                                                                                            of_thread);
+      (a.state_type == StateType::kBfloat16 ? advance_head<Bfloat16> : advance_head<float>)(a, h, before, head, first,
+                                                                                            end, of_thread);
     }
   }
+  order_streams();
 }
 
 static bool recur(const RecurrenceArgs& a) {
-  RecurrenceJob job{&a, a.value_size, 1, 0, false};
+  RecurrenceJob job{&a, a.value_size, 1, 0, can_stream(a), false};
   const int64_t heads = a.states.num_requests * a.num_heads, wanted = kUnitsPerThread * a.num_threads;
   while (heads * job.ranges < wanted && job.channels > kVectorsOfMany * kLanes) {
     job.channels = divided_up(job.channels, 2 * kLanes) * kLanes;

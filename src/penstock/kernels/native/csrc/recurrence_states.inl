@@ -91,6 +91,36 @@ PENSTOCK_INLINE void store(Bfloat16* to, Vec v) {
   std::memcpy(to, &halves, sizeof halves);
 }
 
+// Stores past the caches: without reading the line first, and without evicting others. At aligned addresses.
+PENSTOCK_INLINE void stream(float* to, Vec v) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 16
+  _mm512_stream_ps(to, (__m512)v);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 8
+  _mm256_stream_ps(to, (__m256)v);
+#elif defined(__x86_64__)
+  _mm_stream_ps(to, (__m128)v);
+#else
+  store(to, v);
+#endif
+}
+PENSTOCK_INLINE void stream(Bfloat16* to, Vec v) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 16
+  const HalfVec halves = __builtin_convertvector(round_to_bfloat16(v) >> 16, HalfVec);
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), (__m256i)halves);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 8
+  const HalfVec halves = __builtin_convertvector(round_to_bfloat16(v) >> 16, HalfVec);
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), (__m128i)halves);
+#else
+  store(to, v);
+#endif
+}
+// Lets other threads see streamed values that they are told of from here on.
+PENSTOCK_INLINE void order_streams() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 template <class T>
 PENSTOCK_INLINE void store_first(T* to, Vec v, int64_t count) {
   if (count >= kLanes) return store(to, v);
