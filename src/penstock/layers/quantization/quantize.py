@@ -35,8 +35,8 @@ def quantize_int8(weight_OI: Tensor, group_size: int | None = None) -> Quantized
     """
     if group_size is None:
         group_size = GROUP_SIZE if is_on_cpu(weight_OI) else weight_OI.shape[1]
-    groups_OGS = _groups(weight_OI.float(), group_size)
-    scales_OG, scale_bytes = _narrowed(groups_OGS.abs().amax(dim=2) / INT8_LIMIT)
+    largest = [_groups(part_OI.float(), group_size).abs().amax(dim=2) for part_OI in _parts(weight_OI)]
+    scales_OG, scale_bytes = _narrowed(torch.cat(largest) / INT8_LIMIT)
     return round_to_int8(weight_OI, scales_OG, group_size, scale_bytes)
 
 
@@ -48,9 +48,9 @@ def round_to_int8(
     minimums_OG: Tensor | None = None,
 ) -> QuantizedWeight:
     """Round to the nearest integers for these scales; some tools use -128 too. With minimums from 0 to 127."""
-    values_OGS = _quotients(weight_OI.float(), scales_OG, minimums_OG, group_size)
-    values_OGS.clamp_(-INT8_LIMIT - 1 if minimums_OG is None else 0, INT8_LIMIT)
-    return _weight(8, weight_OI, values_OGS, scales_OG, minimums_OG, group_size, scale_bytes)
+    limits = -INT8_LIMIT - 1 if minimums_OG is None else 0, INT8_LIMIT
+    values_OI = _rounded(weight_OI, scales_OG, minimums_OG, group_size, limits)
+    return _weight(8, values_OI, scales_OG, minimums_OG, group_size, scale_bytes)
 
 
 def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
@@ -62,8 +62,7 @@ def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> Quantized
     if group_size is None:
         group_size = GROUP_SIZE if is_on_cpu(weight_OI) else _INT4_GROUP_SIZE_ON_GPU
     best_grid = _best_grid if is_on_cpu(weight_OI) else _best_grid_with_zero_points
-    num_rows = _rows_at_once(weight_OI)
-    grids = [best_grid(_groups(part_OI.float(), group_size)) for part_OI in weight_OI.split(num_rows)]
+    grids = [best_grid(_groups(part_OI.float(), group_size)) for part_OI in _parts(weight_OI)]
     scales_OG = torch.cat([scale_OG for scale_OG, _ in grids])
     minimums_OG = torch.cat([minimum_OG for _, minimum_OG in grids])
     (scales_OG, minimums_OG), scale_bytes = _narrowed(torch.stack((scales_OG, minimums_OG)))
@@ -72,21 +71,25 @@ def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> Quantized
 
 def quantize_int4_residual(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
     """Quantise the residual of an int4 weight to 4 more bits: together they are nearly as exact as int8."""
-    num_outputs = weight_OI.shape[0]
-    num_rows = _rows_at_once(weight_OI)
-    parts = [slice(first, first + num_rows) for first in range(0, num_outputs, num_rows)]
     return join_rows(
         [
             quantize_int4(weight_OI[rows].float() - rounded.rows(rows).dequantize(), rounded.shape.group_size)
-            for rows in parts
+            for rows in _rows_at_once(weight_OI)
         ]
     )
 
 
-def _rows_at_once(weight_OI: Tensor) -> int:
+def _rows_at_once(weight_OI: Tensor) -> list[slice]:
+    """Rows that are processed together, one after the other."""
+    num_outputs, num_inputs = weight_OI.shape
     if weight_OI.is_meta:  # no search without values
-        return weight_OI.shape[0]
-    return max(1, (_ELEMENTS_ON_GPU if weight_OI.is_cuda else _ELEMENTS_AT_ONCE) // weight_OI.shape[1])
+        return [slice(num_outputs)]
+    num_rows = max(1, (_ELEMENTS_ON_GPU if weight_OI.is_cuda else _ELEMENTS_AT_ONCE) // num_inputs)
+    return [slice(first, first + num_rows) for first in range(0, num_outputs, num_rows)]
+
+
+def _parts(weight_OI: Tensor) -> list[Tensor]:
+    return [weight_OI[rows] for rows in _rows_at_once(weight_OI)]
 
 
 def join_rows(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
@@ -105,8 +108,8 @@ def round_to_int4(
     weight_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor, group_size: int, scale_bytes: int = 4
 ) -> QuantizedWeight:
     """Round to the nearest integers for these scales and minimums."""
-    values_OGS = _quotients(weight_OI.float(), scales_OG, minimums_OG, group_size).clamp_(0, INT4_LEVELS - 1)
-    return _weight(4, weight_OI, values_OGS, scales_OG, minimums_OG, group_size, scale_bytes)
+    values_OI = _rounded(weight_OI, scales_OG, minimums_OG, group_size, (0, INT4_LEVELS - 1))
+    return _weight(4, values_OI, scales_OG, minimums_OG, group_size, scale_bytes)
 
 
 def round_to_e2m1(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> QuantizedWeight:
@@ -118,7 +121,8 @@ def round_to_e2m1(weight_OI: Tensor, scales_OG: Tensor, group_size: int) -> Quan
     values_OGS = _groups(weight_OI, group_size) if are_numbers else _quotients(weight_OI, scales_OG, None, group_size)
     scales_OG = torch.where(_any_in_group(values_OGS), scales_OG, 0.0)
     scale_bytes = 1 if scales_OG.is_meta or _are_powers_of_two(scales_OG) else 4
-    return _weight(4, weight_OI, values_OGS, scales_OG, None, group_size, scale_bytes)
+    values_OI = values_OGS.flatten(1)[:, : weight_OI.shape[1]].to(torch.int8)
+    return _weight(4, values_OI, scales_OG, None, group_size, scale_bytes)
 
 
 def _any_in_group(values_OGS: Tensor) -> Tensor:
@@ -136,18 +140,28 @@ def _are_powers_of_two(scales: Tensor) -> bool:
 
 def _weight(
     bits: int,
-    weight_OI: Tensor,
-    values_OGS: Tensor,
+    values_OI: Tensor,
     scales_OG: Tensor,
     minimums_OG: Tensor | None,
     group_size: int,
     scale_bytes: int,
 ) -> QuantizedWeight:
-    num_outputs, num_inputs = weight_OI.shape
+    num_outputs, num_inputs = values_OI.shape
     group_size = min(group_size, num_inputs)
     shape = QuantizedShape(bits, num_outputs, num_inputs, group_size, minimums_OG is not None, scale_bytes)
-    values_OI = values_OGS.flatten(1)[:, :num_inputs].to(torch.int8)
     return QuantizedWeight(shape, values_OI, scales_OG.float(), None if minimums_OG is None else minimums_OG.float())
+
+
+def _rounded(
+    weight_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor | None, group_size: int, limits: tuple[int, int]
+) -> Tensor:
+    """`_quotients` within limits: int8 [O, I]."""
+    values_OI = torch.empty_like(weight_OI, dtype=torch.int8, memory_format=torch.contiguous_format)
+    for rows in _rows_at_once(weight_OI):
+        minimums = None if minimums_OG is None else minimums_OG[rows]
+        quotients_OGS = _quotients(weight_OI[rows].float(), scales_OG[rows], minimums, group_size).clamp_(*limits)
+        values_OI[rows] = quotients_OGS.flatten(1)[:, : weight_OI.shape[1]]
+    return values_OI
 
 
 def _quotients(weight_OI: Tensor, scales_OG: Tensor, minimums_OG: Tensor | None, group_size: int) -> Tensor:
