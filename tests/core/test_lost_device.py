@@ -134,7 +134,7 @@ def test_other_failures_are_mended_in_place(folder: Path, monkeypatch: pytest.Mo
 def test_health_waits_for_no_device(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(folder)
     run(core, [[1, 2]], greedy(2))
-    device_type = core.collective_rpc(RpcCall(lambda worker: type(worker.device)))[0]
+    device_type = core.collective_rpc(RpcCall(lambda worker: type(worker.own_device)))[0]
 
     def hang(self: object) -> None:
         raise AssertionError("it would hang here")

@@ -30,13 +30,14 @@ class Extension:
     def init_process_group(self, host: str, port: int, rank_offset: int, world_size: int) -> None:
         worker: Any = self
         group = StatelessProcessGroup.create(host, port, worker.rank + rank_offset, world_size)
-        self._group = PyNcclCommunicator(group, device="cpu")
+        assert worker.device == torch.device("cpu")
+        self._group = PyNcclCommunicator(group, device=worker.device)
 
     def update_weight(self, name: str, dtype: torch.dtype, shape: list[int]) -> None:
         worker: Any = self
         assert dtype == worker.model_config.dtype, f"mismatch dtype: src {dtype}, dst {worker.model_config.dtype}"
         assert (worker.local_rank, worker.model_config.vocab_size) == (0, 1536)
-        weight = torch.empty(shape, dtype=dtype)
+        weight = torch.empty(shape, dtype=dtype, device=worker.device)
         self._group.broadcast(weight, src=0, stream=None)
         worker.model_runner.model.load_weights(weights=[(name, weight)])
 

@@ -269,7 +269,7 @@ def test_what_rejected_drafts_left_in_the_cache_is_never_read(
 
     def make() -> ModelRunner:
         return ModelRunner(
-            worker.device,
+            worker.own_device,
             worker.weights.language_model,
             worker.weights.layers,
             core.kv_cache_config,

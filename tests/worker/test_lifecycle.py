@@ -88,7 +88,7 @@ def test_requests_warm_up_a_device_that_compiles_kernels(
     monkeypatch.setattr("penstock.worker.worker.warm_up_requests", warmed_up.append)
     worker = _loaded(folder)
     worker.initialize_from_config(_kv_cache(worker), 64)
-    monkeypatch.setattr(type(worker.device), "compiles_kernels", compiles_kernels)
+    monkeypatch.setattr(type(worker.own_device), "compiles_kernels", compiles_kernels)
     worker.compile_or_warm_up_model()
     assert warmed_up == [worker.runner] * compiles_kernels
     worker.shutdown()

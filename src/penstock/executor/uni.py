@@ -54,7 +54,7 @@ class UniProcExecutor(Executor):
 
     @property
     def overlaps_with_host(self) -> bool:
-        return bool(self._wrapper.worker.device.overlaps_with_host)
+        return bool(self._wrapper.worker.own_device.overlaps_with_host)
 
     @property
     def num_speculative_tokens(self) -> int:

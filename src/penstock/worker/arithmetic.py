@@ -14,6 +14,6 @@ def describe_arithmetic(worker: WorkerBase) -> str:
     """
     if not isinstance(worker, Worker):
         return ""
-    device = worker.device
+    device = worker.own_device
     kernels = describe_kernels() if device.kind == "cpu" else device.describe()
     return f"{kernels}, {worker.weights.describe_arithmetic()}"

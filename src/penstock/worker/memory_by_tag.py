@@ -33,7 +33,7 @@ class MemoryOwner(Protocol):
     """A worker, as far as its memory is concerned."""
 
     @property
-    def device(self) -> Device: ...
+    def own_device(self) -> Device: ...
 
     @property
     def weights(self) -> _Weights: ...
@@ -91,9 +91,9 @@ class MemoryByTag:
     def start_prefaulting(self) -> None:
         """Prefault pages of the KV cache, on a device with on-demand paging."""
         worker = self._worker
-        if worker.device.kind == "cpu":
+        if worker.own_device.kind == "cpu":
             runner = worker.runner
-            self._pages = PagePrefaulting(worker.device, runner.block_tables, runner.kv_cache, runner.steps)
+            self._pages = PagePrefaulting(worker.own_device, runner.block_tables, runner.kv_cache, runner.steps)
 
     def before_release(self, tag: str) -> None:
         """Drop what refers to memory of this tag, or would use it."""

@@ -11,6 +11,7 @@ import torch
 
 from penstock.config import ModelConfig
 from penstock.contract.live_model import LiveModel
+from penstock.device import Device
 from penstock.device.dtypes import DtypeChoice
 from penstock.parallel import ParallelState
 
@@ -27,7 +28,7 @@ class ExtensionsModelConfig:
 
 
 class NamesForExtensions(ABC):
-    """vLLM's names in a worker: `model_runner.model.load_weights`, `model_config` and `local_rank`."""
+    """vLLM's names in a worker: `model_runner.model.load_weights`, `model_config`, `device` and `local_rank`."""
 
     config: Any
     parallel: ParallelState
@@ -35,6 +36,10 @@ class NamesForExtensions(ABC):
     @property
     @abstractmethod
     def dtype(self) -> DtypeChoice: ...
+
+    @property
+    @abstractmethod
+    def own_device(self) -> Device: ...
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
@@ -48,6 +53,11 @@ class NamesForExtensions(ABC):
     @property
     def model_config(self) -> ExtensionsModelConfig:
         return ExtensionsModelConfig(self.config.model, self.dtype.weights_torch_dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Torch's device of the worker's tensors."""
+        return self.own_device.torch_device
 
     @property
     def local_rank(self) -> int:

@@ -100,7 +100,7 @@ class Worker(NamesForExtensions, WorkerBase):
 
     def load_model(self) -> None:
         self.parallel = place_for_drafter(self.config, self.parallel)
-        self._weights = weights = Weights(self.config, self.parallel, self.device, self.dtype)
+        self._weights = weights = Weights(self.config, self.parallel, self.own_device, self.dtype)
 
         def begin(is_checkpoint_format: bool, is_atomic: bool | None) -> tuple[WeightUpdate, bool]:
             return weights.begin_update(self.config, is_checkpoint_format, is_atomic)
@@ -113,13 +113,13 @@ class Worker(NamesForExtensions, WorkerBase):
     def determine_available_memory(self) -> MemoryPlan:
         start = self._required(self._start, "init_device")
         limits = self._limits(self.config.model.planned_context)
-        return plan_memory(self.config, self.parallel, self.device, self.dtype, self.weights, limits, start)
+        return plan_memory(self.config, self.parallel, self.own_device, self.dtype, self.weights, limits, start)
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig, max_model_len: int) -> None:
         weights, layers = self.weights, self.weights.layers
         self._features = features = WorkerFeatures(self._services)
         self._runner = ModelRunner(
-            self.device,
+            self.own_device,
             weights.language_model,
             layers,
             kv_cache_config.of_layers(layers) if self.parallel.pipeline.size > 1 else kv_cache_config,
@@ -154,11 +154,11 @@ class Worker(NamesForExtensions, WorkerBase):
         run_dummy_step(runner)
         with torch.no_grad():
             warm_up_decodes(runner)
-            if self.device.compiles_kernels:
+            if self.own_device.compiles_kernels:
                 warm_up_runs(self._services)
                 if self.config.model.output_head == GENERATE:
                     warm_up_requests(runner)
-        self.device.synchronize()
+        self.own_device.synchronize()
         self.memory.start_prefaulting()
 
     def measure_step_costs(self) -> list[tuple[int, float]]:
@@ -219,14 +219,14 @@ class Worker(NamesForExtensions, WorkerBase):
         if is_start:
             self._profiler.start(profile_prefix)
             return None
-        self.device.synchronize()
+        self.own_device.synchronize()
         stopped = self._profiler.stop()
         return str(stopped) if isinstance(stopped, Path) else stopped
 
     @changes_model
     def start_expert_stats(self) -> None:
         """Count the tokens of each expert from zero on. Raises UnsupportedFeature for a model without any."""
-        self._expert_load = ExpertLoad(self.weights.model, self.parallel, self.device.torch_device)
+        self._expert_load = ExpertLoad(self.weights.model, self.parallel, self.own_device.torch_device)
 
     def get_expert_stats(self) -> dict[int, list[int]]:
         """Tokens of each expert since the start, by layer; no layers on ranks with copies of another rank's.
@@ -250,7 +250,7 @@ class Worker(NamesForExtensions, WorkerBase):
         prefix cache. Raises ModelError for a model of another architecture or shape, CheckpointError for damaged
         weights, OutOfMemory without enough memory.
         """
-        device, weights = self.device, self.weights
+        device, weights = self.own_device, self.weights
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
         check_options(new, device.kind)
         self.updates.abandon()
@@ -304,7 +304,7 @@ class Worker(NamesForExtensions, WorkerBase):
 
     def _finish_update(self, model: CausalLM | None) -> None:
         self._use_weights(model)
-        _give_back(self.device)
+        _give_back(self.own_device)
 
     def save_sharded_state(self, path: str, pattern: str | None = None, max_size: int | None = None) -> list[str]:
         """Write the weights as they are in memory, quantised ones too, for load_format="sharded_state"; return this
@@ -355,7 +355,7 @@ class Worker(NamesForExtensions, WorkerBase):
             device.close()
 
     @property
-    def device(self) -> Device:
+    def own_device(self) -> Device:
         return self._required(self._device, "init_device")
 
     @property
@@ -382,7 +382,7 @@ class Worker(NamesForExtensions, WorkerBase):
     def _services(self) -> WorkerServices:
         dtype, updates = self.dtype.torch_dtype, self.updates
         model, restore = self.weights.language_model, self._restore_weights
-        return WorkerServices(self.config, self.device, model, dtype, self.memory, self.rank, updates, restore)
+        return WorkerServices(self.config, self.own_device, model, dtype, self.memory, self.rank, updates, restore)
 
     @property
     def _spans(self) -> SpanLog | None:
@@ -392,7 +392,7 @@ class Worker(NamesForExtensions, WorkerBase):
         if self.parallel.pipeline.size == 1:
             return NO_PIPELINE
         return PipelineStage(
-            self.device,
+            self.own_device,
             self.parallel,
             self.config.scheduler.max_num_batched_tokens,
             self.config.model.hidden_size,

@@ -33,7 +33,7 @@ def test_plans_name_what_the_encoder_takes(name: str, tmp_path: Path) -> None:
 
     def measure(worker: Any) -> tuple[int, int, int, int]:
         """Bytes of the encoder's weights and of its activations, and rows of its largest and its smallest item."""
-        encoder, device = encoder_of(worker.get_model()), worker.device
+        encoder, device = encoder_of(worker.get_model()), worker.own_device
         assert encoder is not None
         rows = []
         for most in (100, 1):
