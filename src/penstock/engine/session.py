@@ -23,7 +23,7 @@ from penstock.engine.live.live_session import live_session
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.output.progress import Progress
 from penstock.engine.statistics.metrics import Metric
-from penstock.errors import EngineDead, InvalidRequest, LifecycleError, WaitTimeout
+from penstock.errors import ConfigError, EngineDead, InvalidRequest, LifecycleError, WaitTimeout
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.progress_bar import progress_bar
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +46,7 @@ class Session:
 
     def __init__(self, config: EngineConfig, load_core: Callable[[EngineConfig], CoreClient] = start_core) -> None:
         refuse_at_exit()
+        _check_idle_sleep(config)
         # The tokenizer first: a damaged one is found before the weights are loaded.
         self.tokenizer: Tokenizer = load_tokenizer(config.model.tokenizer_folder)
         self.default_sampling_params = default_sampling_params(config.model)
@@ -260,3 +261,13 @@ def _hold(lock: LimitedLock) -> None:
         lock.hold(_EXIT_TIMEOUT_S)
     except WaitTimeout as error:
         logger.error("%s", error)
+
+
+def _check_idle_sleep(config: EngineConfig) -> None:
+    """Raise ConfigError for an idle sleep of a core that runs nothing between calls."""
+    seconds = config.sleep.sleep_idle_seconds
+    if seconds is not None and not config.parallel.has_core_process:
+        raise ConfigError(
+            f"sleep_idle_seconds={seconds:g} needs a core that runs between calls, and this engine's core is in the "
+            "caller's process. Set enable_multiprocessing=True, or leave the option out and call sleep() and wake_up()."
+        )
