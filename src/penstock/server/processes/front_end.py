@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from penstock.config import EngineConfig
 from penstock.config.queue import QueueLimits
 from penstock.contract import decode
+from penstock.device.host_allocator import FREED_MEMORY, GIVE_BACK
 from penstock.engine.async_engine import AsyncEngine
 from penstock.engine.live.live_view import LiveView
 from penstock.engine.messages import CoreBusy, FrontEnded, FrontStarted, ToFront
@@ -77,6 +78,8 @@ class FrontEndArguments:
 
 def serve_http(arguments: FrontEndArguments, parent: ParentConnection) -> None:
     """Connect to the broker and serve HTTP, until the parent drains the front end or closes its connection."""
+    # Its threads decode media: what each frees would stay in an arena of its own.
+    FREED_MEMORY.want(serve_http, GIVE_BACK)
     check_start(arguments.options, arguments.config)
     broker = BrokerState()
     engine = AsyncEngine.from_config(
