@@ -159,6 +159,8 @@ class Broker:
         # `_HELLO`.
         self._arrived: queue.SimpleQueue[tuple[FrontEnd | None, bytes | memoryview | None]] = queue.SimpleQueue()
         self._status_due_at = 0.0
+        # Whether a feature's state has changed, such as by a sleep: front ends know of it before the answer.
+        self._has_changed = False
         self._wake: Callable[[], None] = lambda: None
         self._engines: Sequence[EngineSupervisor] = ()
         self._has_ended = False
@@ -199,6 +201,7 @@ class Broker:
 
     def _keep_features(self, states: Mapping[str, Any]) -> None:
         """Let the parent keep the features' states; a front end gets its answer after that."""
+        self._has_changed = True
         self._parent.send(FeaturesChanged(states=dumps("The states of features", states)))
 
     def _while_waiting(self) -> None:
@@ -234,7 +237,11 @@ class Broker:
                 self._abort([req_id for req_id in message.req_ids if self._owners.get(req_id) is front])
                 front.send(Answer(call_id=message.call_id))
             elif isinstance(message, UtilityCall):
-                front.send(self._call(message))
+                answer = self._call(message)
+                if self._has_changed:
+                    self._has_changed = False
+                    self._send_status(time.monotonic())
+                front.send(answer)
 
     def _welcome(self, front: FrontEnd) -> None:
         """Tell a front end that the cores have started; the status comes first, so that it is ready from then on."""

@@ -108,7 +108,10 @@ class _Server:
                 while (message := self._next(message)) is not None:
                     if isinstance(message, CloseCore):
                         return
-                    self._parent.send(self._answer(message))
+                    answer = self._answer(message)
+                    if isinstance(message, UtilityCall):
+                        self._send_state()
+                    self._parent.send(answer)
                 self._step()
                 core.wait_for_work()
         finally:
@@ -143,6 +146,13 @@ class _Server:
         if recent_steps or stats != self._stats_sent:
             self._stats_sent = stats
             self._parent.send(StepOutputs(outputs=[], stats=stats, recent_steps=recent_steps))
+
+    def _send_state(self) -> None:
+        """Let the client know the core's state, before the answer to the call that has changed it."""
+        stats = self._core.stats()
+        if stats.state != self._stats_sent.state:
+            self._stats_sent = stats
+            self._parent.send(StepOutputs(outputs=[], stats=stats))
 
     def _read(self) -> None:
         try:
