@@ -69,6 +69,20 @@ def test_the_model_of_a_request_selects_an_adapter(server: Served, texts: list[s
     assert server.client().models.retrieve("first").model_extra["parent"] == names[0]
 
 
+def test_an_adapter_is_not_loaded_into_an_engine_that_sleeps(
+    server: Served, folders: list[Path], texts: list[str]
+) -> None:
+    body = {"lora_name": "second", "lora_path": str(folders[1])}
+    assert server.post("/sleep", b"", **ADMIN).status == 200
+    refused = server.post("/v1/load_lora_adapter", body, **ADMIN)
+    assert (refused.status, refused.error["code"]) == (409, "engine_asleep")
+    assert "add_lora needs weights in memory" in refused.error["message"]
+    assert server.post("/wake_up", b"", **ADMIN).status == 200
+    assert server.post("/v1/load_lora_adapter", body, **ADMIN).status == 200
+    assert text_of(server, "second") == texts[2]
+    assert server.post("/v1/unload_lora_adapter", {"lora_name": "second"}, **ADMIN).status == 200
+
+
 def test_administrators_load_and_unload_adapters(server: Served, folders: list[Path], texts: list[str]) -> None:
     body = {"lora_name": "second", "lora_path": str(folders[1])}
     assert server.post("/v1/load_lora_adapter", body).status == 401

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.errors import ConfigError, LifecycleError
+from penstock.errors import ConfigError, EngineAsleep, LifecycleError
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.errors import ApiError, json_response, refusals
 from penstock.server.protocol.adapters import AdapterLoaded, AdapterUnloaded, LoadAdapterRequest, UnloadAdapterRequest
@@ -105,12 +105,15 @@ async def stop_profile(http: Request) -> Response:
     return json_response({"paths": [path for path in answers if path is not None]})
 
 
-@router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterLoaded}, **errors(400, 401, 500, 503)})
+@router.post("/v1/load_lora_adapter", responses={200: {"model": AdapterLoaded}, **errors(400, 401, 409, 500, 503)})
 async def load_lora_adapter(request: LoadAdapterRequest, http: Request) -> Response:
     """Load a LoRA adapter, which requests select by its name as `model`."""
     with refusals(type(request).model_fields):
         adapters = served_model(http).adapters
-        await adapters.load(request.lora_name, request.lora_path, load_inplace=request.load_inplace)
+        try:
+            await adapters.load(request.lora_name, request.lora_path, load_inplace=request.load_inplace)
+        except EngineAsleep as error:
+            raise ApiError(409, str(error), code="engine_asleep") from error
     return json_response({"loaded": request.lora_name})
 
 
