@@ -38,6 +38,7 @@ from support.adapted_models import run as run_adapted
 from support.adapters import VARIANTS
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, bytes_of_blocks, finish, make_core, run
+from support.sleepers import call, put_to_sleep, until_done
 
 VOCAB_SIZE = 99
 PREFIX = list(range(1, 41))
@@ -245,6 +246,27 @@ def test_other_kernels_and_another_arithmetic_are_named(tmp_path: Path) -> None:
     assert "products widen them" in found.partition(", and was ")[2]
     start = read_recording(tmp_path / "steps.rec").start
     assert start.arithmetic.startswith(describe_kernels())
+
+
+def test_a_recording_across_sleeps_and_pauses_gives_the_same_tokens(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model", vocab_size=VOCAB_SIZE)
+    file = tmp_path / "steps.rec"
+    core = make_core(tmp_path / "model", record=str(file), record_prompts=True, block_size=8, max_model_len=96)
+    results: dict[str, Result] = {}
+    for round_, asked in enumerate((("keep",), ("wait",), ("keep", ["kv_cache"]))):
+        for number, params in enumerate(PARAMS):
+            add(core, f"{round_}-{number}", [*PREFIX[: 8 * number], 60 + number], params)
+        for _ in range(5):
+            core.step()
+        until_done(core, "pause", "keep", False, results=results)
+        put_to_sleep(core, 1, *asked, results=results)
+        call(core, "wake_up")
+        call(core, "resume")
+        finish(core, results)
+    core.close()
+    report = replay(file)
+    assert report.is_equal, report
+    assert report.num_compared >= sum(len(result.tokens) for result in results.values())
 
 
 def test_a_call_that_gives_other_weights_cannot_be_replayed(tmp_path: Path) -> None:
@@ -487,8 +509,8 @@ def test_calls_of_a_feature_are_recorded_and_the_last_ones_begin_the_next_window
     file = tmp_path / "steps.rec"
     options = {"record": str(file), "record_prompts": record_prompts, "record_window_s": 1e-9}
     recorder = Recorder(EngineConfig.create("demo", **options), KVCacheConfig(pools=(), groups=()), 64)
-    for call in (("a", 1), ("b", 2), ("c", 3), ("d", 100), ("a", 4), ("b", 0)):
-        recorder.called(RpcCall("turn", call))
+    for turn in (("a", 1), ("b", 2), ("c", 3), ("d", 100), ("a", 4), ("b", 0)):
+        recorder.called(RpcCall("turn", turn))
     recorder.called(RpcCall("check_health"))
     entries = [entry.call for entry in read_recording(file).entries if isinstance(entry, Called)]
     assert [entry is None for entry in entries] == [False, False, False, True, False, False]
