@@ -112,6 +112,12 @@ def test_a_server_that_sleeps_lives_is_not_ready_and_sleeps_on_when_its_processe
             return client.completions.create(model="demo", prompt="ROMEO:", max_tokens=8, temperature=0).choices[0].text
 
         expected = complete()
+        # Probes know of a sleep by the time that its call has returned.
+        for _ in range(3):
+            assert ask("POST", "/sleep") == (200, None)
+            assert ask("GET", "/ready")[0] == 503
+            assert ask("POST", "/wake_up") == (200, None)
+            assert ask("GET", "/ready")[0] == 200
         assert ask("POST", "/sleep") == (200, None)
         for role in ("core", "broker", "front-end"):
             wait_until(lambda: ask("GET", "/ready")[0] == 503)

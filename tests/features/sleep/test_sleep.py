@@ -248,6 +248,34 @@ def test_a_pause_outlasts_a_sleep_within_it(core: EngineCore) -> None:
     run(core, PROMPTS, PARAMS)
 
 
+def test_a_sleep_that_waits_within_a_pause_keeps_what_the_pause_keeps(core: EngineCore) -> None:
+    expected = values(run(core, PROMPTS, PARAMS))
+    results = start(core, 4)
+    until_done(core, "pause", "keep", False, results=results)
+    put_to_sleep(core, 1, "wait", results=results)
+    assert not any(result.finish_reason for result in results.values())
+    call(core, "wake_up")
+    assert state_of(core).name == "paused (keep)"
+    assert core.step() == []
+    call(core, "resume")
+    finish(core, results)
+    assert values([results[str(index)] for index in range(len(PROMPTS))]) == expected
+
+
+def test_a_pause_that_waits_lets_those_finish_that_the_one_before_it_kept(core: EngineCore) -> None:
+    expected = values(run(core, PROMPTS, PARAMS))
+    results = start(core, 4)
+    until_done(core, "pause", "keep", results=results)
+    until_done(core, "pause", "wait", results=results)
+    assert values([results[str(index)] for index in range(len(PROMPTS))]) == expected
+    assert core.stats().state.name == "paused (wait)"
+    put_to_sleep(core)
+    call(core, "wake_up")
+    assert core.stats().state.name == "paused (wait)"
+    call(core, "resume")
+    run(core, PROMPTS, PARAMS)
+
+
 def test_a_pause_clears_the_prefix_cache_unless_it_is_told_not_to(core: EngineCore) -> None:
     params = greedy(2)
     run(core, [PROMPTS[3]], params)
@@ -337,6 +365,47 @@ def test_workers_whose_backup_cannot_be_read_are_replaced(core: EngineCore, monk
     assert state_of(core).tags == ("kv_cache",)
     call(core, "wake_up")
     assert values(run(core, PROMPTS, PARAMS)) == expected
+
+
+def test_workers_replaced_while_their_engine_has_no_weights_have_none_without_room_for_a_backup_too(
+    folder: Path, tmp_path: Path
+) -> None:
+    """What sleeps at level 2 beside the weights needs a file; here its folder is gone by then."""
+    core = make_core(folder, block_size=4, sleep_dir=str(tmp_path))
+    expected = values(run(core, PROMPTS, PARAMS))
+    put_to_sleep(core, 2)
+    tmp_path.rmdir()
+    core._interrupted = "the workers are to be replaced"
+    call(core, "wake_up")
+    assert core.num_worker_restarts == 1
+    assert state_of(core).name == "weights undefined"
+    call(core, "reload_weights")
+    assert values(run(core, PROMPTS, PARAMS)) == expected
+    core.close()
+
+
+def test_a_folder_that_is_removed_after_the_backup_is_not_missed(folder: Path, tmp_path: Path) -> None:
+    core = make_core(folder, block_size=4, sleep_dir=str(tmp_path))
+    expected = values(run(core, PROMPTS, PARAMS))
+    put_to_sleep(core)
+    tmp_path.rmdir()
+    call(core, "wake_up")
+    assert values(run(core, PROMPTS, PARAMS)) == expected
+    with pytest.raises(OutOfMemory, match=r"could not be written there: No such file.*set sleep_dir"):
+        put_to_sleep(core)
+    assert state_of(core).is_running
+    assert values(run(core, PROMPTS, PARAMS)) == expected
+    core.close()
+
+
+def test_an_engine_that_falls_asleep_says_what_lets_it_go_on(core: EngineCore) -> None:
+    start(core, 4)
+    assert call(core, "sleep", 1, "wait") is False
+    assert state_of(core).name == "falling asleep"
+    assert state_of(core).how_to_run == "Wake it up first (wake_up)."
+    call(core, "wake_up")
+    assert state_of(core).is_running
+    finish(core, {})
 
 
 def test_two_engines_take_turns(folder: Path) -> None:

@@ -17,6 +17,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.output.outputs import RequestOutput
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import EngineAsleep, WaitTimeout
+from penstock.worker.worker import Worker
 from support.checkpoints import VOCAB_SIZE, tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 from support.sleepers import call, put_to_sleep, state_of, zeroed_weights
@@ -222,6 +223,40 @@ def test_ranks_sleep_together_and_lost_ones_come_back_when_they_are_woken(folder
         assert values(run(core, PROMPTS, PARAMS)) == expected
     finally:
         core.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("method", ["reserve_sleep", "sleep", "wake_up"])
+def test_a_rank_that_dies_within_its_own_sleep_or_wake_up_is_replaced(folder: Path, method: str, level: int) -> None:
+    core = make_core(folder, block_size=4, tensor_parallel_size=2)
+    try:
+        expected = values(run(core, PROMPTS, PARAMS))
+        for index, prompt in enumerate(PROMPTS):
+            add(core, str(index), prompt, PARAMS)
+        results: dict[str, Result] = {}
+        core.step()
+        core.collective_rpc(RpcCall(die_within, (method,)))
+        put_to_sleep(core, level, "keep", results=results)
+        assert state_of(core).tags == ("weights", "kv_cache")
+        assert all(all(one) for one in core.collective_rpc(RpcCall(zeroed_weights)))
+        call(core, "wake_up", ["kv_cache"])
+        assert state_of(core).tags == ("weights",)
+        call(core, "wake_up", ["weights"])
+        assert core.num_worker_restarts == 1
+        if level == 2:
+            assert state_of(core).name == "weights undefined"
+            call(core, "reload_weights")
+        finish(core, results)
+        assert values([results[str(index)] for index in range(len(PROMPTS))]) == expected
+    finally:
+        core.close()
+
+
+def die_within(worker: Worker, method: str) -> None:
+    """Let the last rank be killed by its next call of a method."""
+    if worker.rank == worker.parallel.world_size - 1:
+        worker.features.rpc_methods[method] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_last_rank(core: EngineCore) -> None:

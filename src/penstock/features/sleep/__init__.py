@@ -29,6 +29,7 @@ FEATURE = Feature(
         "sleep",
         "why_not_wake_up",
         "wake_up",
+        "undefine_weights",
         "why_weights_undefined",
     ),
 )

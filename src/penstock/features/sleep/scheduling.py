@@ -23,6 +23,8 @@ from penstock.scheduler.services import SchedulerServices
 logger = logging.getLogger(__name__)
 # Reason for which a request waits while others finish.
 _PAUSE = "the end of a pause"
+# State of a core that sleeps by itself.
+_IDLE = EngineState(sleeping=PauseMode.KEEP, tags=MEMORY_TAGS, is_idle=True)
 
 
 class SleepScheduling(SchedulerFeature):
@@ -63,10 +65,8 @@ class SleepScheduling(SchedulerFeature):
         uses = self._tags_of_methods.get(call.method_name, call.effects.uses)
         if uses and self._idle is not None:
             self._idle.note_use()
-        if self._state.is_idle:
-            if uses or not call.method_name:
-                self._end_idling()
-            return
+        if uses or not call.method_name:
+            self._end_idling()
         missing = [tag for tag in uses if tag in self._state.tags]
         if missing:
             raise EngineAsleep(
@@ -87,6 +87,8 @@ class SleepScheduling(SchedulerFeature):
             texts = self._call(RpcCall("reserve_sleep", (level, tags)))
             if any(texts):
                 logger.warning("The workers that replace lost ones stay awake: %s", _first(texts))
+                if level == 2:
+                    self._call(RpcCall("undefine_weights"))
             else:
                 self._call(RpcCall("sleep", (level,)))
                 self._call(RpcCall("wake_up", ([tag for tag in tags if tag not in self._asleep],)))
@@ -169,8 +171,12 @@ class SleepScheduling(SchedulerFeature):
             self._asleep = state.tags
             self._change(state)
             self.workers_ready()
-        elif set(self._asleep) - set(state.tags):
-            self.wake_up(state)
+            return [None]
+        if state.is_running and self._given_back_by_itself(state):
+            # It was idle before.
+            state = _IDLE
+            if self._scheduler.has_unfinished_requests():
+                self._services.call_soon(self._serve_again)
         self._change(state)
         return [None]
 
@@ -202,11 +208,16 @@ class SleepScheduling(SchedulerFeature):
         """Take over a state. Where running requests finish first, the core rests afterwards only (`pause`)."""
         self._state = state
         if state.is_running:
+            if self._idle is not None:
+                self._idle.note_use()
             self._scheduler.let_rest(self, RUNNING)
             for request in self._scheduler.waiting_for(_PAUSE):
                 self._scheduler.ready(request.req_id, _PAUSE)
-        elif state.mode is not PauseMode.WAIT or state.tags or state.undefined:
+        elif state.mode is not PauseMode.WAIT or state.tags or state.undefined or self._has_drained:
             self._rest()
+        else:
+            # A pause before this one may have let it rest.
+            self._scheduler.let_rest(self, RUNNING)
 
     def _rest(self) -> None:
         self._scheduler.let_rest(self, CoreState(self._state.name, self._state.is_idle))
@@ -227,13 +238,12 @@ class SleepScheduling(SchedulerFeature):
         busy = self._scheduler.has_unfinished_requests() or self._scheduler.num_in_flight_steps
         if busy or not self._idle.is_due or not self._state.is_running:
             return
-        state = EngineState(sleeping=PauseMode.KEEP, tags=MEMORY_TAGS, is_idle=True)
-        texts = self.reserve_sleep(state)
+        texts = self.reserve_sleep(_IDLE)
         if any(texts):
             self.cancel_sleep()
             logger.warning("The idle engine stays awake: %s", _first(texts))
         else:
-            self.sleep(state)
+            self.sleep(_IDLE)
 
     def _serve_again(self) -> None:
         """Wake an idle core for its requests, which end with the error where that fails."""
@@ -246,11 +256,22 @@ class SleepScheduling(SchedulerFeature):
             self._services.tell_ends([replace(output, error=str(error)) for output in ended])
 
     def _end_idling(self) -> None:
-        """Wake an idle core. Raises OutOfMemory, and lets it sleep on, without the memory."""
-        texts = self.why_not_wake_up(MEMORY_TAGS)
+        """Let memory come again that the core has given back by itself; it may be paused since then.
+
+        Raises OutOfMemory, and leaves it away, without the memory.
+        """
+        state = EngineState() if self._state.is_idle else self._state
+        tags = self._given_back_by_itself(state)
+        if not tags:
+            return
+        texts = self.why_not_wake_up(tags)
         if any(texts):
             raise OutOfMemory(str(_first(texts)))
-        self.wake_up(EngineState())
+        self.wake_up(state)
+
+    def _given_back_by_itself(self, state: EngineState) -> list[str]:
+        """Tags of memory that is not there, and that is in this state of the deployment's side."""
+        return [tag for tag in self._asleep if tag not in state.tags]
 
 
 def _first(texts: Sequence[str | None]) -> str | None:

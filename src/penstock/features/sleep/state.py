@@ -48,7 +48,9 @@ class EngineState(msgspec.Struct, frozen=True):
 
     @property
     def mode(self) -> PauseMode:
-        """Treatment of requests meanwhile."""
+        """Treatment of requests meanwhile. Those that a pause keeps cannot finish before a sleep within it."""
+        if self.paused is PauseMode.KEEP and self.sleeping is PauseMode.WAIT:
+            return PauseMode.KEEP
         return self.sleeping or self.paused or PauseMode.ABORT
 
     @property
@@ -65,11 +67,9 @@ class EngineState(msgspec.Struct, frozen=True):
     @property
     def how_to_run(self) -> str:
         """Sentence for callers who need it to run."""
-        if self.tags:
-            return "Wake it up first (wake_up)."
-        if self.undefined:
+        if self.undefined and not self.tags:
             return f"The weights are undefined: {self.undefined}. Send all of them (reload_weights, load_weights)."
-        return "Let it go on first (resume)."
+        return "Let it go on first (resume)." if self.sleeping is None else "Wake it up first (wake_up)."
 
     def without(self, tags: Iterable[str]) -> EngineState:
         """The state once memory of these tags is there again."""

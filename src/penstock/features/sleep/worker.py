@@ -73,6 +73,9 @@ class SleepWorker(WorkerFeature):
     def sleep(self, level: int) -> dict[str, int]:
         """Give the memory back that `reserve_sleep` has named. Returns the bytes by tag."""
         freed: dict[str, int] = {}
+        if level == 2 and WEIGHTS in self._asleep:
+            # Those of an idle engine, which sleeps deeper now.
+            self._asleep[WEIGHTS] = self._asleep[WEIGHTS]._replace(kept_weights=False)
         while self._reserved:
             tag, backup = self._reserved.popitem()
             self._memory.before_release(tag)
@@ -113,6 +116,10 @@ class SleepWorker(WorkerFeature):
                 self._memory.updates.undefine(SLEPT_AT_LEVEL_2)
             self._memory.after_restore(tag)
         return why
+
+    def undefine_weights(self) -> None:
+        """Let there be no weights to compute with, until they are sent: an earlier worker slept at level 2."""
+        self._memory.updates.undefine(SLEPT_AT_LEVEL_2)
 
     def why_weights_undefined(self) -> str | None:
         """Why there are no weights to compute with; None if there are."""
