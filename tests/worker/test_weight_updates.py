@@ -71,6 +71,20 @@ def load(core: EngineCore, *tensors: tuple[str, Tensor]) -> None:
     core.collective_rpc(RpcCall("load_weights", (list(tensors),)))
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma3"])
+@pytest.mark.one_case_quick
+def test_norms_that_add_an_offset_to_their_weights_have_the_new_ones(family: str, tmp_path: Path) -> None:
+    for seed, name in enumerate(("old", "new")):
+        tiny_checkpoint(tmp_path / name, family, seed=seed)
+    expected = fresh_tokens(tmp_path / "new", dtype="float32")
+    core = make_core(tmp_path / "old", dtype="float32")
+    # Programs are recorded.
+    assert tokens(core) != expected
+    load(core, *shuffled(tmp_path / "new"))
+    assert tokens(core) == expected
+    core.close()
+
+
 def test_one_tensor_per_call(core: EngineCore, folders: tuple[Path, Path], expected: list[list[list[int]]]) -> None:
     worker = worker_of(core)
     assert tokens(core) == expected[0]

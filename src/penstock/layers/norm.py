@@ -69,6 +69,11 @@ class ZeroCentredRMSNorm(RMSNormRoundedLast):
         super().__init__(size, eps, weight_offset=1.0)
 
 
+def has_shifted_weights(model: nn.Module) -> bool:
+    """Whether a norm adds an offset to its weight, of which recorded programs then have a copy."""
+    return any(getattr(module, "weight_offset", 0.0) for module in model.modules())
+
+
 class LayerNorm(nn.Module):
     """(x - mean(x)) / sqrt(var(x) + eps) * weight + bias. has_bias: whether there is a bias."""
 

@@ -21,6 +21,7 @@ from penstock.contract.feature import keeps_layer_inputs
 from penstock.device import Device, DtypeChoice
 from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
+from penstock.layers.norm import has_shifted_weights
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.live_memory import LiveMemory
 from penstock.loader.loader import build_model, load_model, load_without_memory
@@ -48,8 +49,8 @@ logger = logging.getLogger(__name__)
 class Weights:
     """Model, drafter and speculator of a rank. model: replaced by a reload that is not in place.
 
-    have_moved: whether weights have other memory than recorded programs know. is_being_replaced: whether weights are
-    being replaced in place.
+    have_moved: whether recorded programs know weights of other memory, or have copies of older ones. is_being_replaced:
+    whether weights are being replaced in place.
     """
 
     have_moved = False
@@ -162,7 +163,7 @@ class Weights:
             def load(source: WeightSource) -> CausalLM:
                 with self._device.loading_weights():
                     loaded = self._load(current.model, load_config, source, memory)
-                self.have_moved |= memory.moved
+                self._note_loaded(memory)
                 return loaded
         else:
 
@@ -225,7 +226,7 @@ class Weights:
                 self.is_being_replaced = True
                 self._load(new.model, new.load, None, memory)
                 self.is_being_replaced = False
-                self.have_moved |= memory.moved
+                self._note_loaded(memory)
                 return None
             finally:
                 gc.collect()
@@ -235,6 +236,9 @@ class Weights:
         choose_state_dtypes(model, *self._config.cache.state_dtypes)
         attach_drafter(self.drafter, model)
         self.model = model
+
+    def _note_loaded(self, memory: LiveMemory) -> None:
+        self.have_moved |= memory.moved or (self._device.kind == "cpu" and has_shifted_weights(self.model))
 
     def _load(self, model: ModelConfig, load: LoadConfig, source: WeightSource | None, memory: LiveMemory) -> CausalLM:
         """Load weights into the live model's memory."""
