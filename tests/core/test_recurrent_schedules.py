@@ -235,6 +235,7 @@ def test_states_in_bfloat16_are_smaller_and_have_one_value_each(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [{"data_parallel_size": 2}, {"tensor_parallel_size": 2}], ids=str)
 @pytest.mark.one_path(reason="kills come between steps")
 def test_requests_survive_the_kills_of_processes_at_any_time(tmp_path: Path, ranks: dict[str, int]) -> None:
