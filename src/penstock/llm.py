@@ -25,6 +25,7 @@ from penstock.engine.statistics.metrics import Metric
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import UnsupportedFeature
 from penstock.features.hidden_states.messages import parts_of_hidden_states
+from penstock.features.kv_tiers.methods import PrefixMethods
 from penstock.features.lora.request import LoRARequest
 from penstock.features.sleep.methods import SleepMethods
 from penstock.features.weight_transfer.methods import WeightTransfers
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class LLM(PoolingMethods, SleepMethods, WeightTransfers, WorkerCalls[list[Any]], RefusesMethods):
+class LLM(PoolingMethods, SleepMethods, WeightTransfers, PrefixMethods, WorkerCalls[list[Any]], RefusesMethods):
     """Offline engine: generates text with a model, or pools texts (embeddings, scores, classes).
 
     model: "demo" (shipped), a folder (also as a Path), or a hub id. tokenizer: likewise; None takes the model's own.
@@ -278,6 +279,13 @@ class LLM(PoolingMethods, SleepMethods, WeightTransfers, WorkerCalls[list[Any]],
 
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._session.collective_rpc(call)
+
+    def _run_prompt(self, prompt: Any, params: SamplingParams) -> list[int]:
+        return self.generate([prompt], params, use_tqdm=False)[0].prompt_token_ids
+
+    @property
+    def _kv_folder(self) -> Path | None:
+        return self._session.config.kv_tiers.folder
 
     def _run_until(self, is_over: Callable[[], bool]) -> None:
         self._session.run_until(is_over)

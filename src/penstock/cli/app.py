@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from penstock.cli.bench import bench
 from penstock.cli.bench_serve import bench_serve
+from penstock.cli.cache import cache_export, cache_import, cache_ls, cache_rm
 from penstock.cli.chat import chat
 from penstock.cli.command import EngineCommand, ManyValues, ServeCommand
 from penstock.cli.env import env
@@ -90,6 +91,8 @@ for _command in (embed, classify, score):
 app.command(cls=ServeCommand)(serve)
 app.command()(top)
 app.command()(env)
+for _name, _command in (("ls", cache_ls), ("rm", cache_rm), ("export", cache_export), ("import", cache_import)):
+    app.command(f"cache {_name}")(_command)
 app.command(cls=EngineCommand)(plan)
 app.command(cls=EngineCommand)(bench)
 app.command()(replay)

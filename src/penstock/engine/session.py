@@ -39,7 +39,8 @@ class Session:
 
     Each `run` steps the core for all requests: several may be active at once, nested or in several threads.
 
-    default_sampling_params: parameters of requests without any. model_config: configuration of the model.
+    default_sampling_params: parameters of requests without any. config: of the engine. model_config: of the
+        model, with its context.
 
     Raises what loading the tokenizer and the model raises.
     """
@@ -57,6 +58,7 @@ class Session:
         except BaseException:
             self._live_view.close()
             raise
+        self.config = config
         self.model_config = replace(config.model, max_model_len=self._core.max_model_len)
         self._input_processor = input_processor_for(config, self.tokenizer, self._core)
         self._dispatcher = Dispatcher(self._core, output_processor_for(config, self.tokenizer))

@@ -169,6 +169,15 @@ class KVCacheManager:
                 return self._no_hit
         return self._longest_hit(self.groups, request.block_hashes, length)
 
+    def keys_of(self, request: Request) -> list[BlockKey]:
+        """Return the keys of all whole blocks of a request's known tokens."""
+        self._hasher.extend(request)
+        return [
+            key
+            for group in self.groups
+            for key in group.keys(request.block_hashes, 0, request.num_tokens // group.block_size)
+        ]
+
     def find_with(self, request: Request, elsewhere: Callable[[BlockKey], KVCacheBlock | None]) -> PrefixHit:
         """Return the prefix-cache hit as it would be with the blocks that `elsewhere` finds, which are of no pool."""
         for pool in self.pools:

@@ -14,7 +14,7 @@ import pytest
 from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
-from penstock.features.kv_tiers.files import FolderLimit
+from penstock.features.kv_tiers.files import ABOUT, FolderLimit
 from penstock.features.kv_tiers.scheduling import TierScheduling
 from penstock.scheduler.outputs import EngineCoreOutput
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
@@ -50,7 +50,7 @@ def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
 
 
 def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != ABOUT]
 
 
 def counter(core: EngineCore, name: str) -> int:
@@ -72,7 +72,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+_QUICK = ("full", "windows", "states")
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_new_engine_loads_what_an_earlier_one_computed(tmp_path: Path, folder: Path, case: str) -> None:
     family, options = CASES[case]
     save_checkpoint(tiny_model(family), tmp_path / "model")
@@ -228,7 +233,7 @@ def _no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))])
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
 def test_random_schedules_in_a_small_cache(tmp_path: Path, folder: Path, case: str, seed: int) -> None:
     """Requests that come, end and are aborted at random, with common prefixes, preemption and resets."""

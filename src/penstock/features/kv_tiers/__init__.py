@@ -13,8 +13,10 @@ def _has_folder(config: EngineConfig) -> bool:
 FEATURE = Feature(
     name="kv_tiers",
     is_on=_has_folder,
+    deployment_side="penstock.features.kv_tiers.deployment:TierDeployment",
     scheduler_side="penstock.features.kv_tiers.scheduling:TierScheduling",
     worker_side="penstock.features.kv_tiers.worker:TierWorker",
+    deployment_methods=("save_kv_prefix",),
     worker_methods=("kv_tier_folder", "move_kv_blocks"),
     counters={
         "external_prefix_cache_queries": "Tokens of prompts that were looked up in kv_offload_dir.",

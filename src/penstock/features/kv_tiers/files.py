@@ -9,6 +9,7 @@ after a crash it is whole or it is not used. There are no locks, so several engi
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -16,16 +17,19 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import PenstockError
 from penstock.observability.units import format_bytes
 from penstock.scheduler.block_pool import BlockKey
 
 logger = logging.getLogger(__name__)
-_LAYOUT = "kv-1"
-_UNFINISHED = ".part"
+LAYOUT = "kv-1"
+UNFINISHED = ".part"
+# File beside the blocks that says whose they are.
+ABOUT = "about.json"
 # Age from which on a file that was never finished is removed.
 _ABANDONED_S = 3600.0
 # Magic number, checksum of the pages, and their size.
@@ -45,7 +49,17 @@ class DamagedBlock(PenstockError):
 
 def folder_of(root: Path, digest: str) -> Path:
     """Folder of the blocks with this fingerprint."""
-    return root / _LAYOUT / digest
+    return root / LAYOUT / digest
+
+
+def write_about(folder: str, about: Mapping[str, Any]) -> None:
+    """Say whose blocks a folder has. Raises OSError."""
+    os.makedirs(folder, exist_ok=True)
+    path = Path(folder, ABOUT)
+    if not path.exists():
+        unfinished = path.with_name(f"{ABOUT}-{secrets.token_hex(8)}{UNFINISHED}")
+        unfinished.write_text(json.dumps(about), encoding="utf-8")
+        os.replace(unfinished, path)
 
 
 def path_of(folder: str | Path, key: BlockKey) -> str:
@@ -60,7 +74,7 @@ def write_block(path: str, pages: Sequence[memoryview]) -> int:
     for page in pages:
         size += page.nbytes
         checksum = zlib.crc32(page, checksum)
-    unfinished = f"{path}-{secrets.token_hex(8)}{_UNFINISHED}"
+    unfinished = f"{path}-{secrets.token_hex(8)}{UNFINISHED}"
     os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
         with open(unfinished, "xb", buffering=0) as file:
@@ -130,7 +144,7 @@ class FolderLimit:
     """
 
     def __init__(self, root: Path, max_bytes: int) -> None:
-        self._root, self._max_bytes = root / _LAYOUT, max_bytes
+        self._root, self._max_bytes = root / LAYOUT, max_bytes
         self._num_new_bytes = 0
         self._has_to_count = threading.Event()
         self._is_closed = False
@@ -177,8 +191,9 @@ class FolderLimit:
                 status = entry.stat()
             except OSError:
                 continue  # another engine has removed it
-            if not entry.name.endswith(_UNFINISHED):
-                files.append((status.st_mtime, status.st_size, entry.path))
+            if not entry.name.endswith(UNFINISHED):
+                if entry.name != ABOUT:
+                    files.append((status.st_mtime, status.st_size, entry.path))
             elif status.st_mtime < now - _ABANDONED_S:
                 Path(entry.path).unlink(missing_ok=True)
         total = sum(size for _, size, _ in files)
@@ -192,6 +207,11 @@ class FolderLimit:
             Path(path).unlink(missing_ok=True)
             total -= size
         logger.info("%s had %s, and has %s now", self._root, format_bytes(before), format_bytes(total))
+
+
+def block_files(folder: Path) -> Iterator[os.DirEntry[str]]:
+    """Entries of the blocks in the folder of a fingerprint."""
+    return (one for one in _files_of(folder) if one.name != ABOUT and not one.name.endswith(UNFINISHED))
 
 
 def _files_of(folder: Path) -> Iterator[os.DirEntry[str]]:

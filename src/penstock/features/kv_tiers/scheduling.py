@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import Part, RpcCall
+from penstock.contract import Part, RpcCall, SamplingParams
 from penstock.errors import PenstockError
 from penstock.features.kv_tiers.files import FolderLimit, path_of
 from penstock.features.kv_tiers.moves import Move, MoveResult
@@ -337,6 +337,21 @@ class TierScheduling(SchedulerFeature):
         for kept in (self._loads, self._saves, self._fresh, self._queued, self._tried):
             kept.clear()
         self._folders = []
+
+    # Calls of the deployment's side.
+
+    def save_kv_prefix(self, token_ids: Sequence[int]) -> list[tuple[int, list[str]]]:
+        """Finish the saves; return the tokens of a prompt that are kept in whole blocks, and their files."""
+        if not token_ids:
+            return [(0, [])]
+        self._save()
+        self._finish()
+        request = Request("", list(token_ids), SamplingParams(max_tokens=1))
+        keys = self._kv_cache.keys_of(request)
+        paths = [path for folder in self._folders for key in keys if os.path.exists(path := path_of(folder, key))]
+        # The prompt of a later request has at least a token more.
+        request.all_token_ids.append(0)
+        return [(self._kv_cache.find_with(request, self._find).num_tokens, paths)]
 
     def counters(self) -> Mapping[str, int]:
         return self._counts.copy()

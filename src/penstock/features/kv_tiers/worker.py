@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 
 from penstock.contract.memory_tags import KV_CACHE
-from penstock.features.kv_tiers.files import DamagedBlock, folder_of, path_of, read_block, write_block
+from penstock.features.kv_tiers.files import DamagedBlock, folder_of, path_of, read_block, write_about, write_block
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
+from penstock.version import __version__
 from penstock.worker.feature import WorkerFeature, WorkerServices
 from penstock.worker.fingerprint import digest_of, made_of
 
@@ -64,7 +66,25 @@ class TierWorker(WorkerFeature):
         assert services.config.kv_tiers.folder is not None
         version = 0 if services.updates is None else services.updates.version
         digest = self._digest if not version else digest_of({"of": self._digest, self._nonce: version})
-        return str(folder_of(services.config.kv_tiers.folder, digest))
+        folder = str(folder_of(services.config.kv_tiers.folder, digest))
+        try:
+            write_about(folder, self._about(version))
+        except OSError as error:
+            logger.warning("Nothing can be kept in %s: %s", folder, error)
+        return folder
+
+    def _about(self, version: int) -> dict[str, Any]:
+        config = self._services.config
+        return {
+            "model": str(config.model.model),
+            "rank": self._services.rank,
+            "ranks": config.parallel.world_size,
+            "weight_version": version,
+            "block_size": config.cache.block_size,
+            "kv_cache_dtype": config.cache.kv_cache_dtype,
+            "made": time.strftime("%Y-%m-%d"),
+            "penstock": __version__,
+        }
 
     def move_kv_blocks(self, folders: Sequence[str], moves: Sequence[Move]) -> list[MoveResult]:
         """Begin moves from or to this rank's folder; return the results of those that have ended since.

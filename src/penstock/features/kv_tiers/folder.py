@@ -1,0 +1,144 @@
+"""Folders of KV cache blocks as a whole: what is in them, and archives that carry blocks to another folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import tarfile
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ConfigError
+from penstock.features.kv_tiers.files import ABOUT, LAYOUT, UNFINISHED, block_files
+
+# Members of an archive.
+_MEMBER = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/({re.escape(ABOUT)}|[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}})")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks of one rank of an arrangement.
+
+    digest: name of their folder. about: what the engine says of itself, such as "model" and "ranks". last_used: Unix
+    time; None without blocks.
+    """
+
+    digest: str
+    about: dict[str, Any]
+    num_blocks: int
+    num_bytes: int
+    last_used: float | None
+
+    @property
+    def model(self) -> str:
+        return str(self.about.get("model", "?"))
+
+
+def blocks_in(root: Path) -> list[Blocks]:
+    """All blocks of a folder, those that were used last first. Raises ConfigError for what is no folder."""
+    if not root.is_dir():
+        raise ConfigError(f"{root} is not a folder. Name the folder of the option kv_offload_dir.")
+    found = []
+    for folder in _folders(root):
+        sizes, times = [], []
+        for entry in block_files(folder):
+            status = entry.stat()
+            sizes.append(status.st_size)
+            times.append(status.st_mtime)
+        found.append(Blocks(folder.name, _about(folder), len(sizes), sum(sizes), max(times, default=None)))
+    return sorted(found, key=lambda one: -(one.last_used or 0.0))
+
+
+def chosen(blocks: Iterable[Blocks], model: str | None, unused_days: float | None) -> list[Blocks]:
+    """Blocks of a model, by a part of its name, that were not used for so many days; None for any."""
+    before = time.time() - 86400 * (unused_days or 0.0)
+    return [
+        one
+        for one in blocks
+        if (model is None or model in one.model)
+        and (unused_days is None or one.last_used is None or one.last_used < before)
+    ]
+
+
+def remove(root: Path, blocks: Iterable[Blocks]) -> None:
+    """Remove blocks. An engine that uses them computes again what it does not find."""
+    for one in blocks:
+        shutil.rmtree(root / LAYOUT / one.digest, ignore_errors=True)
+
+
+def export_blocks(root: Path, blocks: Iterable[Blocks], archive: Path) -> int:
+    """Write blocks to an archive (tar, not compressed); return their number. Raises ConfigError if it is there."""
+    paths = [Path(entry.path) for one in blocks for entry in block_files(root / LAYOUT / one.digest)]
+    return export_files(root, paths, archive)
+
+
+def export_files(root: Path, paths: Iterable[Path], archive: Path) -> int:
+    """As `export_blocks`, of the files of blocks."""
+    if archive.exists():
+        raise ConfigError(f"{archive} is there already. Name another file.")
+    unfinished = archive.with_name(archive.name + UNFINISHED)
+    count, digests = 0, set()
+    try:
+        with tarfile.open(unfinished, "w") as tar:
+            for path in paths:
+                digest = path.parents[1]
+                if digest not in digests and (digest / ABOUT).exists():
+                    digests.add(digest)
+                    _add(tar, root, digest / ABOUT)
+                count += _add(tar, root, path)
+        os.replace(unfinished, archive)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    return count
+
+
+def import_blocks(root: Path, archive: Path) -> int:
+    """Add the blocks of an archive to a folder; return their number. Those that are there stay.
+
+    Raises ConfigError for what is no archive of blocks.
+    """
+    count = 0
+    try:
+        with tarfile.open(archive) as tar:
+            for member in tar:
+                if not member.isfile() or not _MEMBER.fullmatch(member.name):
+                    raise ConfigError(f"{archive} has {member.name!r}, which is no block of a KV cache.")
+                path, content = root / member.name, tar.extractfile(member)
+                if path.exists() or content is None:
+                    continue
+                path.parent.mkdir(parents=True, exist_ok=True)
+                unfinished = path.with_name(f"{path.name}-{os.getpid()}{UNFINISHED}")
+                with unfinished.open("wb") as file:
+                    shutil.copyfileobj(content, file, 1 << 20)
+                os.replace(unfinished, path)
+                count += path.name != ABOUT
+    except (tarfile.TarError, EOFError) as error:
+        raise ConfigError(f"{archive} is no archive of KV cache blocks: {error}.") from error
+    return count
+
+
+def _add(tar: tarfile.TarFile, root: Path, path: Path) -> int:
+    """Add a file, if it is there still; return the number of files."""
+    try:
+        tar.add(path, str(path.relative_to(root)), recursive=False)
+    except FileNotFoundError:
+        return 0
+    return 1
+
+
+def _folders(root: Path) -> Iterator[Path]:
+    if (root / LAYOUT).is_dir():
+        yield from sorted(path for path in (root / LAYOUT).iterdir() if path.is_dir())
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return about if isinstance(about, dict) else {}
