@@ -55,8 +55,8 @@ class FileBackup(Backup):
         except OSError as error:
             raise OutOfMemory(
                 f"The weights need {format_bytes(self.num_bytes)} in {folder} while the engine sleeps, which could not "
-                f"be written there: {error.strerror}.{_free_space(folder)} Free some, set sleep_dir to a folder with "
-                "more space, or sleep with level=2 and send the weights again."
+                f"be written there: {error.strerror}.{_free_space(folder)} Free some, or set sleep_dir to a folder "
+                "with more space."
             ) from error
 
     def restore(self) -> None:

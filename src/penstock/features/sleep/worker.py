@@ -18,6 +18,7 @@ from penstock.worker.feature import WorkerFeature, WorkerServices
 from penstock.worker.memory_by_tag import MemoryByTag
 
 logger = logging.getLogger(__name__)
+_LESS = "Sleeping with level=2 needs less, and the weights must be sent again then."
 
 
 class _Asleep(NamedTuple):
@@ -61,7 +62,7 @@ class SleepWorker(WorkerFeature):
                 self._reserved[tag] = self._device.back_up(kept, self._folder)
             except OutOfMemory as error:
                 self.cancel_sleep()
-                return str(error)
+                return f"{error} {_LESS}" if level == 1 else str(error)
         return None
 
     def cancel_sleep(self) -> None:
