@@ -1,0 +1,104 @@
+"""Blocks of the KV cache in a folder: time to the first token from there, and what saving costs.
+
+    python -m benchmarks.kv_tiers [--shape qwen3-0.6b] [--tokens 4000] [--repeats 3] [--threads 2] [--work-dir FOLDER]
+
+A model has random weights in bfloat16. A prompt's time to the first token is measured in turns: computed, found in the
+folder by an engine that has not seen it, and found in the KV cache; every repeat has other tokens. The folder's files are
+in the system's page cache, as they are after a restart of the engine. Then 32 requests run with a folder and without, in
+turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import described, machine
+from benchmarks.peers.checkpoints import make
+from benchmarks.peers.shapes import SHAPES
+from penstock import LLM, SamplingParams
+
+_CACHE_BYTES = 2_000_000_000
+_NUM_REQUESTS, _PROMPT, _OUTPUT = 32, 128, 64
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
+    parser.add_argument("--tokens", type=int, default=4000, help="of the prompt")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work-dir", type=Path, help="where checkpoint and blocks are kept; a temporary folder")
+    given = parser.parse_args()
+    print(described(machine(given.threads)))
+    with tempfile.TemporaryDirectory(dir=given.work_dir) as temporary:
+        shape = SHAPES[given.shape]
+        folder = make(given.work_dir or Path(temporary), shape, "bfloat16")
+
+        def load(**options: Any) -> LLM:
+            options |= {"num_threads": given.threads, "kv_cache_memory_bytes": _CACHE_BYTES}
+            return LLM(str(folder), device="cpu", max_model_len=given.tokens + 64, **options)
+
+        print(first_tokens(load, Path(temporary), shape.vocab_size, given.tokens, given.repeats))
+        print(cost_of_saving(load, Path(temporary), shape.vocab_size, given.repeats))
+
+
+def first_tokens(load: Any, folder: Path, vocab_size: int, num_tokens: int, repeats: int) -> str:
+    """Seconds to the first token of a prompt."""
+    blocks = folder / "blocks"
+    blocks.mkdir()
+    writer, reader = load(kv_offload_dir=str(blocks)), load(kv_offload_dir=str(blocks))
+    seconds: dict[str, list[float]] = {"computed": [], "folder": [], "cache": []}
+    for draw in range(repeats):
+        rng = random.Random(draw)
+        prompt = [rng.randrange(10, vocab_size) for _ in range(num_tokens)]
+        seconds["computed"].append(_seconds(writer, [prompt], 1))
+        writer.save_prefix({"prompt_token_ids": prompt})
+        seconds["folder"].append(_seconds(reader, [prompt], 1))
+        seconds["cache"].append(_seconds(reader, [prompt], 1))
+    writer.close()
+    reader.close()
+    ratios = [computed / found for computed, found in zip(seconds["computed"], seconds["folder"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return (
+        f"first token of {num_tokens:,} tokens: computed {medians['computed']:.2f} s, from the folder "
+        f"{medians['folder'] * 1e3:,.0f} ms, from the KV cache {medians['cache'] * 1e3:,.0f} ms: the folder is "
+        f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})"
+    )
+
+
+def cost_of_saving(load: Any, folder: Path, vocab_size: int, repeats: int) -> str:
+    """Time of the same requests with a folder, which they fill, and without."""
+    kept = folder / "saved"
+    kept.mkdir()
+    engines = {"with": load(kv_offload_dir=str(kept)), "without": load()}
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for draw in range(repeats + 1):
+        rng = random.Random(1000 + draw)
+        prompts = [[rng.randrange(10, vocab_size) for _ in range(_PROMPT)] for _ in range(_NUM_REQUESTS)]
+        for name, llm in engines.items():
+            seconds[name].append(_seconds(llm, prompts, _OUTPUT))
+    for llm in engines.values():
+        llm.close()
+    # The first turn warms up.
+    ratios = [without / one for one, without in zip(*(values[1:] for values in seconds.values()), strict=True)]
+    return (
+        f"{_NUM_REQUESTS} requests of {_PROMPT} tokens with {_OUTPUT} of output, whose blocks are saved: "
+        f"{statistics.median(ratios):.3f} of the throughput without ({min(ratios):.3f} to {max(ratios):.3f})"
+    )
+
+
+def _seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    begin = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    main()
