@@ -2,10 +2,10 @@
 
     python -m benchmarks.kv_tiers [--shape qwen3-0.6b] [--tokens 4000] [--repeats 3] [--threads 2] [--work-dir FOLDER]
 
-A model has random weights in bfloat16. A prompt's time to the first token is measured in turns: computed, found in the
-folder by an engine that has not seen it, and found in the KV cache; every repeat has other tokens. The folder's files are
-in the system's page cache, as they are after a restart of the engine. Then 32 requests run with a folder and without, in
-turns.
+A model has random weights in bfloat16. A prompt's time to the first token is measured in turns: computed, found in
+the folder by an engine that has not seen it, and found in the KV cache; every repeat has other tokens. The folder's
+files are in the system's page cache, as they are after a restart of the engine. Then 32 requests run with a folder and
+without, in turns.
 """
 
 from __future__ import annotations
