@@ -37,6 +37,17 @@ def random_layer(input_size: int, output_size: int, *, bias: bool = True) -> Col
     return layer
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_weight_that_is_quantised_in_several_parts_has_the_values_of_each_row_alone(dtype: torch.dtype) -> None:
+    weight_OI = torch.randn(700, 1001).to(dtype)
+    for quantize in (quantize_int8, quantize_int4):
+        whole = quantize(weight_OI)
+        for rows in (slice(3), slice(250, 300), slice(699, 700)):
+            some = quantize(weight_OI[rows])
+            assert torch.equal(some.values_OI, whole.values_OI[rows])
+            assert torch.equal(some.scales_OG, whole.scales_OG[rows])
+
+
 @pytest.mark.parametrize("inputs", [1, 2, 99, 100])
 def test_8_bits_are_within_half_a_step_of_the_weight_and_use_the_whole_range(inputs: int) -> None:
     weight_OI = torch.randn(30, inputs)
