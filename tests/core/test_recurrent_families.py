@@ -266,6 +266,7 @@ def test_a_model_without_attention_is_planned_and_served(tmp_path: Path, options
     planned = plan_engine(tmp_path, device="cpu")
     assert planned.max_model_len == 2048
     assert planned.concurrency > 1
+    assert "no layer has attention" in planned.table()
     assert all(isinstance(group.spec, RecurrentStateSpec) for group in planned.kv_cache.groups)
     results = []
     for more in ({}, options):

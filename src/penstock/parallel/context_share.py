@@ -51,8 +51,9 @@ def context_share(num_kv_heads: int, parallel: ParallelState) -> ContextShare | 
     num_alike = num_ranks // num_kv_heads
     if num_alike % size != 0 or num_ranks % num_kv_heads != 0:
         sizes = [count for count in range(1, num_alike + 1) if num_alike % count == 0] or [1]
+        alike = f"{num_alike} ranks" if num_alike > 1 else "no two ranks"
         raise UnsupportedFeature(
             f"decode_context_parallel_size={size}: with {num_kv_heads} KV heads and tensor_parallel_size={num_ranks}, "
-            f"{max(1, num_alike)} ranks have the same ones. Sizes that can: {', '.join(map(str, sizes))}."
+            f"{alike} have the same ones. Sizes that can: {', '.join(map(str, sizes))}."
         )
     return ContextShare(parallel.context, parallel.interleave)

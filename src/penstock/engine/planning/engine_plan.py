@@ -193,7 +193,7 @@ class EnginePlan:
         )
         sizes = [f"{kind} x {count} layers" for kind, count in kinds.items()]
         size = format_bytes(self.kv_cache.size_bytes)
-        per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}"
+        per_token = f"{' + '.join(sizes)} in {self.kv_cache_dtype}" if sizes else "no layer has attention"
         rows = [
             ("size, taken as it fills" if self.device == "cpu" else "size", size, self.kv_cache_reason),
             ("per token", format_bytes(self.kv_bytes_per_token), per_token),
