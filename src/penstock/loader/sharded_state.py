@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from penstock.checkpoints.json_file import clipped, shown
+from penstock.checkpoints.json_file import shown
 from penstock.config import LoadConfig
 from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN, TENSORIZER, check_sharded_state_pattern
 from penstock.errors import CheckpointError, ConfigError
@@ -25,7 +25,7 @@ from penstock.loader.packed_files import PackedFiles, metadata_of, read_header, 
 from penstock.loader.packed_state import PackedState
 from penstock.loader.safetensors import opened
 from penstock.loader.tensorized import TensorizedState, default_uri
-from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
+from penstock.loader.weight_files import WeightFiles, check_arrangement, damaged, parts_of_rank, sizes_of
 from penstock.parallel import ParallelState
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -96,19 +96,16 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> W
     """
     parts = parts_of_rank(folder, pattern, parallel.rank)
     if not parts:
+        # Of other ranks there may be some.
+        _check_arrangement(parts_of_rank(folder, pattern, 0).values(), parallel)
         present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         wanted = pattern.format(rank=parallel.rank, part=0)
         raise CheckpointError(f"There is no {wanted} (load_format='sharded_state'). The folder holds {present}.")
+    _check_arrangement(parts.values(), parallel)
     num_parts = max(parts) + 1
     for number, path in parts.items():
         with opened(path) as file:
             metadata = file.metadata() or {}
-        world_size = metadata.get("world_size", str(parallel.world_size))
-        if world_size != str(parallel.world_size):
-            raise CheckpointError(
-                f"{path} was saved by {clipped(world_size)} ranks, but there are {parallel.world_size} here. "
-                "Load the checkpoint that it was made from, and save the state again."
-            )
         saved_parts = _number_of_parts(path, metadata.get("num_parts", str(num_parts)))
         if number >= saved_parts:
             raise CheckpointError(
@@ -141,6 +138,12 @@ def find_packed_state(
     return None if header is None else PackedFiles(files, header)
 
 
+def _check_arrangement(paths: Iterable[Path], parallel: ParallelState) -> None:
+    for path in paths:
+        with opened(path) as file:
+            check_arrangement(path, file.metadata() or {}, parallel)
+
+
 def _number_of_parts(path: Path, written: str) -> int:
     if not re.fullmatch("[0-9]{1,19}", written):
         raise damaged(path, f"its metadata has num_parts={shown(written)}, which must be a number of files")
@@ -163,7 +166,7 @@ def _write_parts(
         metadata = {
             "format": "pt",
             "rank": str(parallel.rank),
-            "world_size": str(parallel.world_size),
+            **{name: str(size) for name, size in sizes_of(parallel).items()},
             "num_parts": str(len(parts)),
         }
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
 from penstock.loader.packed_state import PackedState
+from penstock.loader.weight_files import check_arrangement, sizes_of
 from penstock.parallel import ParallelState
 
 _HEADER, _FORMS = "penstock_packed_state", "tensors"
@@ -36,11 +37,7 @@ class TensorizedState:
         if _HEADER not in found:
             raise CheckpointError(f"{path} was not written by save_tensorized_model. Save the model with it.")
         header = json.loads(bytes(found[_HEADER].tolist()))
-        if header["world_size"] != parallel.world_size:
-            raise CheckpointError(
-                f"{path} was saved by {header['world_size']} ranks, but there are {parallel.world_size} here. Load the "
-                "checkpoint that it was made from, and save it again."
-            )
+        check_arrangement(path, header, parallel)
         return cls(path, header)
 
     def read(self) -> PackedState:
@@ -60,7 +57,7 @@ def write_tensorized(state: PackedState, uri: str, parallel: ParallelState) -> s
     """Write this rank's file; return its name. Raises CheckpointError if it cannot be written."""
     path = _of_rank(uri, parallel)
     forms = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
-    header = {**state.header, "world_size": parallel.world_size, _FORMS: forms}
+    header = {**state.header, **sizes_of(parallel), _FORMS: forms}
     written = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
     tensorizer = _tensorizer()
     try:
