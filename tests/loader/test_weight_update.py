@@ -23,11 +23,13 @@ from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.encoder_decoders import write_encoder_decoder
+from support.float8_checkpoints import FORMATS as FLOAT8
+from support.float8_checkpoints import write_float8
 from support.multimodal_models import save_multimodal
 from support.mxfp4_checkpoints import write_mxfp4
-from support.quantized_checkpoints import awq_layer, gptq_layer, write_quantized
+from support.quantized_checkpoints import write_quantized
 from support.ranks import contexts
-from support.weight_formats import LOAD, family_cases
+from support.weight_formats import LOAD, QUANTIZED, family_cases
 
 CPU = torch.device("cpu")
 Load = Callable[..., CausalLM]
@@ -109,16 +111,17 @@ def test_square_weights_that_are_stored_transposed(tmp_path: Path) -> None:
     check(tmp_path / "old", tmp_path / "new")
 
 
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
-
-
-@pytest.mark.parametrize(
-    ("quantize", "written"), [(gptq_layer(32, desc_act=True), GPTQ), (awq_layer(32), AWQ)], ids=["act-order", "awq"]
-)
-def test_quantized_checkpoints(quantize: Any, written: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_checkpoints(name: str, tmp_path: Path) -> None:
+    quantize, written = QUANTIZED[name]
     old = write_quantized(tmp_path / "old", quantize, written).config
     new = write_quantized(tmp_path / "new", lambda layer, weight: quantize(layer, 2 * weight), written).config
+    check(old.folder, new.folder)
+
+
+@pytest.mark.parametrize("name", FLOAT8)
+def test_float8_checkpoints(name: str, tmp_path: Path) -> None:
+    old, new = (write_float8(tmp_path / str(seed), name, seed=seed)[0] for seed in (1, 2))
     check(old.folder, new.folder)
 
 

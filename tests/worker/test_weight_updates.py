@@ -17,7 +17,13 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import CheckpointError, LifecycleError, UnsupportedFeature
 from penstock.layers.tensors_of import tensors_of
 from penstock.worker.worker import Worker
+from support.adapted_models import OPTIONS as WITH_ADAPTERS
+from support.adapted_models import PROMPTS as ADAPTED_PROMPTS
+from support.adapted_models import adapted
+from support.adapted_models import run as run_adapted
+from support.adapters import VARIANTS
 from support.checkpoints import tiny_checkpoint
+from support.draft_heads import eagle3_weights, eagle_weights, write_head, write_mimo
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
 PROMPTS = random_prompts([5, 21, 40], 97)
@@ -181,6 +187,47 @@ def test_quantized_targets(folders: tuple[Path, Path], quantization: str) -> Non
         load(core, *shuffled(folders[1]))
         assert tokens(core) == fresh_tokens(folders[1], **options)
         core.close()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_targets_of_draft_heads(method: str, tmp_path: Path) -> None:
+    """The heads stay as they were, and read the new embeddings of their target."""
+    for seed, name in enumerate(("old", "new")):
+        if method == "mtp":
+            write_mimo(tmp_path / name, seed=seed)
+        else:
+            tiny_checkpoint(tmp_path / name, seed=seed, num_hidden_layers=5)
+    drafter: dict[str, Any] = {"method": method, "num_speculative_tokens": 1 if method == "mtp" else 3}
+    if method == "eagle":
+        drafter["model"] = str(write_head(tmp_path / method, eagle_weights()))
+    elif method == "eagle3":
+        drafter["model"] = str(write_head(tmp_path / method, eagle3_weights(), draft_vocab_size=40))
+    core, fresh = (
+        make_core(tmp_path / name, speculative_config={**drafter, "adaptive": False}) for name in ("old", "new")
+    )
+    run(core, PROMPTS, greedy(12))
+    before = core.scheduler.spec_decode_metrics.num_accepted_tokens
+    load(core, *shuffled(tmp_path / "new"))
+    made = [run(one, PROMPTS, greedy(12, logprobs=2)) for one in (core, fresh)]
+    assert made[0] == made[1]
+    metrics = [one.scheduler.spec_decode_metrics.num_accepted_tokens for one in (core, fresh)]
+    assert metrics[0] - before == metrics[1]
+    core.close()
+    fresh.close()
+
+
+def test_targets_of_adapters(tmp_path: Path) -> None:
+    # Without those of embeddings: with them PEFT saves the target's own weight, and another one is refused.
+    variants, numbers = [VARIANTS[1], VARIANTS[2], VARIANTS[5]], [1, 0, 2, 3]
+    with adapted(tmp_path / "old", variants=variants) as model:
+        new = tiny_checkpoint(tmp_path / "new", seed=5).folder
+        core, fresh = (make_core(folder, **WITH_ADAPTERS) for folder in (model.folder, new))
+        prompts = ADAPTED_PROMPTS[: len(numbers)]
+        run_adapted(core, model, prompts, numbers)
+        load(core, *shuffled(new))
+        assert run_adapted(core, model, prompts, numbers) == run_adapted(fresh, model, prompts, numbers)
+        core.close()
+        fresh.close()
 
 
 def test_random_weights_become_those_of_a_trainer(folders: tuple[Path, Path], expected: list[list[list[int]]]) -> None:
