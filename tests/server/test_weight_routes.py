@@ -37,10 +37,17 @@ def answer(served: Served) -> Any:
     return choice["token_ids"], choice["logprobs"]["token_logprobs"]
 
 
+def versions(served: Served) -> tuple[Any, Any]:
+    """Versions of the weights by the server's description of itself, and of an output."""
+    (choice,) = served.post("/v1/completions", BODY).json["choices"]
+    return served.request("GET", "/server_info").json["weight_version"], choice.get("weight_version")
+
+
 def test_a_server_has_the_weights_that_a_trainer_sent(server: Served, folders: tuple[Path, Path]) -> None:
     with serving(AsyncEngine(folders[1], **OPTIONS)) as fresh:
         expected = answer(fresh)
     assert answer(server) != expected
+    assert versions(server) == (0, None)
     info = server.request("GET", "/server_info?config_format=json").json["vllm_config"]
     assert info["weight_transfer_config"]["backend"] == "gloo"
     trained: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folders[1], trust_remote_code=False)
@@ -59,6 +66,7 @@ def test_a_server_has_the_weights_that_a_trainer_sent(server: Served, folders: t
             assert server.post("/finish_weight_update", {}).status == 200
             server.post("/reset_prefix_cache", b"")
             assert answer(server) == expected
+    assert versions(server) == (2, 2)
     group.close()
 
 

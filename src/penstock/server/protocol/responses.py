@@ -98,6 +98,7 @@ class CompletionChoice(BaseModel):
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     hidden_states: HiddenStatesBody | None = None
     schema_errors: list[str] | None = None
+    weight_version: int | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -153,6 +154,7 @@ class ChatChoice(BaseModel):
     token_ids: list[int] | None = None
     hidden_states: HiddenStatesBody | None = None
     schema_errors: list[str] | None = None
+    weight_version: int | None = None
 
 
 class ChatCompletionResponse(BaseModel):

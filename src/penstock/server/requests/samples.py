@@ -60,13 +60,16 @@ class Usage:
 
 
 def end_fields(completion: CompletionOutput, request: GenerationFields) -> dict[str, Any]:
-    """Fields of an output that has ended: of its schema, and hidden_states if the request asks for them."""
-    return schema_errors(completion) | hidden_states_field(completion, request)
+    """Fields of an output that has ended: those of `notes_at_end`, and hidden_states if the request asks for them."""
+    return notes_at_end(completion) | hidden_states_field(completion, request)
 
 
-def schema_errors(completion: CompletionOutput) -> dict[str, Any]:
-    """Field with what does not hold by the output's JSON schema, where that is checked at its end; else none."""
-    return {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
+def notes_at_end(completion: CompletionOutput) -> dict[str, Any]:
+    """Fields of an output that has ended: what does not hold by its JSON schema, where that is checked, and the version
+    of weights that are not those of the start.
+    """
+    notes: dict[str, Any] = {} if completion.schema_errors is None else {"schema_errors": completion.schema_errors}
+    return notes | {"weight_version": completion.weight_version} if completion.weight_version else notes
 
 
 class AnswerSample:

@@ -57,10 +57,14 @@ async def abort_requests(request: AbortRequest, http: Request) -> Response:
 
 @router.get("/server_info", responses={200: {"description": "Options of the engine."}, **errors(400, 401)})
 async def server_info(http: Request, config_format: Literal["text", "json"] = "text") -> Response:
-    """Version, and the engine's options by section: as text, or as data, where trainers find some by vLLM's names."""
-    config = served_model(http).engine.config
+    """Version, that of the weights, and the engine's options by section: as text, or as data, where trainers find some
+    by vLLM's names.
+    """
+    engine = served_model(http).engine
+    config = engine.config
     shown = str(config) if config_format == "text" else {**_as_data(config), **_as_vllms(served_model(http))}
-    return json_response({"version": __version__, "vllm_config": shown})
+    version = await engine.get_weight_version()
+    return json_response({"version": __version__, "weight_version": version, "vllm_config": shown})
 
 
 def _as_vllms(model: ServedModel) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from penstock.server.protocol.tokens import GenerateRequest
 from penstock.server.requests.chat_task import chat_client_names, prepare_chat
 from penstock.server.requests.generation import Generation, Submission
 from penstock.server.requests.logprobs import LogprobsFormat, prompt_logprobs
-from penstock.server.requests.samples import Usage, schema_errors
+from penstock.server.requests.samples import Usage, notes_at_end
 from penstock.server.requests.sampling import client_names
 from penstock.server.routes.common import answer, response_id, served_model
 from penstock.server.routes.completions import params_of, submissions_of
@@ -179,5 +179,5 @@ class _TokenChoices:
             "logprobs": logprobs,
             "finish_reason": completion.finish_reason,
             "token_ids": completion.token_ids,
-            **schema_errors(completion),
+            **notes_at_end(completion),
         }
