@@ -26,11 +26,13 @@ class WeightChange(enum.Enum):
 class RpcEffects:
     """Effects of a worker method on the engine that calls it; a method without an entry in `EFFECTS` has none.
 
-    weights: change of the weights. on_first_engine: whether engine 0 alone runs it, since the others would write the
+    weights: change of the weights. may_load_weights: whether it calls a function, which may call the model's
+    `load_weights`. on_first_engine: whether engine 0 alone runs it, since the others would write the
     same files. is_profile: whether it starts or ends a profile. uses: tags of the memory that must be there for it.
     """
 
     weights: WeightChange | None = None
+    may_load_weights: bool = False
     on_first_engine: bool = False
     is_profile: bool = False
     uses: tuple[str, ...] = ()
@@ -43,7 +45,7 @@ EFFECTS: Mapping[str, RpcEffects] = {
     LOAD_WEIGHTS: RpcEffects(weights=WeightChange.NOW, uses=(WEIGHTS,)),
     "save_sharded_state": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
     "save_tensorized_model": RpcEffects(on_first_engine=True, uses=(WEIGHTS,)),
-    "apply_model": RpcEffects(uses=(WEIGHTS,)),
+    "apply_model": RpcEffects(may_load_weights=True, uses=(WEIGHTS,)),
     "execute_dummy_batch": RpcEffects(uses=MEMORY_TAGS),
     "profile": RpcEffects(is_profile=True),
 }

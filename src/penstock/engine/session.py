@@ -116,6 +116,8 @@ class Session:
         on_refused: called for a request that the core refuses, such as one that its KV cache cannot hold, while the
         others run; None raises the error.
 
+        Raises LifecycleError where requests would wait for a call of this engine that nothing makes: while an update of
+        the weights is open, or once they are lost.
         An exception, Ctrl-C included, or closing the generator aborts unfinished requests; other `run`s continue.
         Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
         """
@@ -130,9 +132,13 @@ class Session:
                         raise
                     on_refused(accepted, error)
             with InterruptsBetweenSteps() as interrupts:
+                has_begun = False
                 while unfinished:
                     if not inbox:
                         self._turn(inbox, interrupts)
+                        if not inbox:
+                            self._check_goes_on(has_begun=has_begun)
+                    has_begun = has_begun or bool(inbox)
                     while inbox:
                         progress = inbox.popleft()
                         if progress.finished:
@@ -245,6 +251,14 @@ class Session:
         if not inbox:
             # Without the lock, so that other threads can use the core.
             self._core.wait_for_work()
+
+    def _check_goes_on(self, *, has_begun: bool) -> None:
+        """Raise LifecycleError while requests wait for the caller. has_begun: whether some had outputs: an update is
+        another thread's then.
+        """
+        state = self._core.status().stats.state
+        if state.why_stuck and not (has_begun and state.is_update):
+            raise LifecycleError(state.why_stuck)
 
     def _check_open(self) -> None:
         if self._is_closed:

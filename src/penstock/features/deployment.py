@@ -54,8 +54,11 @@ class DeploymentFeature:
         """Calls of the feature's scheduler side in a core that replaces a lost one."""
         return ()
 
-    def call_done(self, call: RpcCall) -> None:
-        """Note a call that all workers have done."""
+    def call_begins(self, call: RpcCall) -> None:
+        """Note a call of the workers of all cores."""
+
+    def call_ends(self, call: RpcCall, *, is_done: bool) -> None:
+        """Note the end of a call of the workers. is_done: whether those of some core have done it."""
 
 
 class DeploymentFeatures:
@@ -116,10 +119,15 @@ class DeploymentFeatures:
         """As `DeploymentFeature`, of all features."""
         return [call for side in dict.fromkeys(self._by_method.values()) for call in side.calls_of_new_core()]
 
-    def call_done(self, call: RpcCall) -> None:
+    def call_begins(self, call: RpcCall) -> None:
         """As `DeploymentFeature`, of all features."""
         for side in dict.fromkeys(self._by_method.values()):
-            side.call_done(call)
+            side.call_begins(call)
+
+    def call_ends(self, call: RpcCall, *, is_done: bool) -> None:
+        """As `DeploymentFeature`, of all features."""
+        for side in dict.fromkeys(self._by_method.values()):
+            side.call_ends(call, is_done=is_done)
 
     def _keeper_of(self, name: str) -> Callable[[Any], None]:
         def keep(state: Any) -> None:

@@ -26,12 +26,17 @@ class BlockHasher:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
+        self._root = ROOT_HASH
         self._packing = struct.Struct(f"<{block_size}q")
+
+    def begin_weights(self, weights: str) -> None:
+        """Let no further hash equal one of other weights, whose KV differs. weights: their name."""
+        self._root = hashlib.sha256(ROOT_HASH + weights.encode()).digest()
 
     def extend(self, request: Request) -> None:
         """Append the hashes of newly full blocks to `request.block_hashes`."""
         hashes, tokens, size = request.block_hashes, request.all_token_ids, self.block_size
-        parent = hashes[-1] if hashes else ROOT_HASH
+        parent = hashes[-1] if hashes else self._root
         has_extra, hash_block = request.parts is not None or request.cache_salt is not None, self.hash_block
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
             extra = extra_keys(request, start, start + size) if has_extra else ()

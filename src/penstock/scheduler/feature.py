@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
-    """Scheduler side of a feature. All methods are optional.
-
-    has_own_parts: whether `parts_of_outputs` is called for results without parts, too.
-    """
-
-    has_own_parts = False
+    """Scheduler side of a feature. All methods are optional."""
 
     def request_added(self, request: Request) -> None:  # noqa: B027
         """Note a new waiting request; the feature may change its parts, and call `wait_for` on it."""
@@ -76,13 +71,17 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, OutputPart]:
         """Return the feature's parts of a settled step's outputs, by request.
 
-        Called after `take_results`, where that is, and only there without `has_own_parts`; after `request_ended` for
+        Called after `take_results`, and where that is, unless the feature asks for more
+        (`Scheduler.call_for_all_outputs`); after `request_ended` for
         those that end with the step.
         """
         return {}
 
     def before_call(self, call: RpcCall) -> None:  # noqa: B027
         """Note a call that all workers get between two steps, and what it implies (`call.effects`)."""
+
+    def after_call(self, call: RpcCall, *, is_done: bool) -> None:  # noqa: B027
+        """Note the end of a call of the workers that no feature answers. is_done: whether all have done it."""
 
     def caches_dropped(self) -> None:  # noqa: B027
         """Note that the workers drop the KV cache, and what encoders have computed. No step runs."""

@@ -416,6 +416,10 @@ class KVCacheManager:
             return False
         return all(pool.reset_prefix_cache() for pool in self.pools)
 
+    def begin_weights(self, weights: str) -> None:
+        """Let blocks of all further KV have keys with the name of these weights."""
+        self._hasher.begin_weights(weights)
+
     def _allocate_first(self, request: Request, num_new_tokens: int, hit: PrefixHit) -> tuple[list[int], ...] | None:
         groups = [list(blocks) for blocks in hit.blocks]
         missing = self._num_missing(request, groups, hit.num_tokens + num_new_tokens)

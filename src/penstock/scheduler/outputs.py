@@ -30,10 +30,16 @@ class FinishReason(StrEnum):
 
 
 class CoreState(msgspec.Struct, frozen=True):
-    """State of a core. name: "running", or why it runs no steps. is_ready: whether a request would run at once."""
+    """State of a core. name: "running", or why it runs no steps. is_ready: whether a request would run at once.
+
+    why_stuck: sentences that say what a caller must do before requests go on; "" if they will by themselves.
+    is_update: whether the caller has begun to do it.
+    """
 
     name: str = "running"
     is_ready: bool = True
+    why_stuck: str = ""
+    is_update: bool = False
 
 
 RUNNING = CoreState()

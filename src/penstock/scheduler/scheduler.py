@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from msgspec.structs import replace
 
 from penstock.config import SchedulerConfig
 from penstock.contract import KVCacheConfig, ModelRunnerOutput, Parts, SamplingInput, SchedulerOutput
+from penstock.contract.parts import OutputPart
 from penstock.errors import InvalidRequest
 from penstock.scheduler.acceptance import SpecDecodeMetrics
 from penstock.scheduler.admission import Admission
@@ -27,6 +29,7 @@ from penstock.scheduler.step import Step, StepBuilder
 from penstock.scheduler.steps_in_flight import StepsInFlight
 
 logger = logging.getLogger(__name__)
+_OutputMethod: TypeAlias = Callable[[Sequence[EngineCoreOutput]], Mapping[str, OutputPart]]
 
 
 class Scheduler:
@@ -96,7 +99,8 @@ class Scheduler:
         self._part_methods = methods_of(self.features, "part_of_step")
         self._result_methods = methods_of(self.features, "take_results")
         self._output_methods = methods_of(self.features, "parts_of_outputs")
-        self._own_output_methods = methods_of([one for one in self.features if one.has_own_parts], "parts_of_outputs")
+        # Those of them that are called for results without parts, too.
+        self._own_output_methods: list[_OutputMethod] = []
         self._end_methods = methods_of(self.features, "request_ended")
         self._sampling_methods = methods_of(self.features, "sampling_part")
         self._chunks = Chunks(self.features)
@@ -372,6 +376,22 @@ class Scheduler:
         if not is_reset:
             logger.warning("The prefix cache was not reset, since requests hold blocks")
         return is_reset
+
+    def call_for_all_outputs(self, parts_of_outputs: _OutputMethod) -> None:
+        """Call a feature's method for results without parts too from now on; idempotent."""
+        if parts_of_outputs not in self._own_output_methods:
+            self._own_output_methods.append(parts_of_outputs)
+
+    def begin_weights(self, weights: str) -> None:
+        """Preempt the running requests, and clear the prefix cache; no KV of other weights is found, though it is held.
+
+        weights: name of the weights with which all further KV is computed.
+        """
+        self.preempt_all()
+        for request in self.unfinished_requests():
+            request.block_hashes.clear()
+        self.kv_cache.begin_weights(weights)
+        self.reset_prefix_cache()
 
     def _new_step(self, step_id: int) -> Step:
         """Build a step request by request."""

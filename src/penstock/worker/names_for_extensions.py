@@ -1,19 +1,40 @@
-"""Names by which methods of trainers' extensions reach a worker's model (`worker_extension_cls`)."""
+"""Names by which functions, and methods of trainers' extensions (`worker_extension_cls`), reach a worker's model."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from penstock.config import ModelConfig
 from penstock.contract.live_model import LiveModel
 from penstock.device import Device
 from penstock.device.dtypes import DtypeChoice
+from penstock.errors import UnsupportedFeature
+from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
+
+
+def load_by_updates(model: nn.Module, load: Callable[[list[tuple[str, Any]]], object]) -> None:
+    """Let `load_weights` of a model that serves take tensors as an update of its weights.
+
+    load: takes (name, tensor) pairs. Models within it refuse tensors of their own.
+    """
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise UnsupportedFeature(
+            f"A part of {type(model).__name__} takes no weights by itself while the engine runs. Call load_weights of "
+            "the whole model, with all tensors of its checkpoint."
+        )
+
+    for module in model.modules():
+        if isinstance(module, CausalLM):
+            module.load_weights = refuse  # type: ignore[method-assign]
+    model.load_weights = LiveModel(load).load_weights  # type: ignore[assignment]
 
 
 class ExtensionsModelConfig:

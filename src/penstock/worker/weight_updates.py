@@ -29,6 +29,9 @@ class Keeper(Protocol):
     def finish(self, version: int) -> None:
         """Note that the update is complete."""
 
+    def folder_of(self, version: int) -> str | None:
+        """Folder with the checkpoint of a version; None if it is not kept."""
+
 
 class WeightUpdates:
     """Weight updates of a rank, one at a time, and whether its weights are defined.
@@ -37,8 +40,8 @@ class WeightUpdates:
     of an update that ended, None if it was in place.
 
     why_undefined: why no step may run; None while the weights are those of a checkpoint or of a complete update.
-    version: rises with every complete update; 0 for the weights of the start. is_pushed: whether tensors of an update
-    made it, not files.
+    version: rises with every complete update; 0 for the weights of the start. num_updates: complete updates and
+    reloads, whatever versions their callers give. is_pushed: whether tensors of an update made the weights, not files.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class WeightUpdates:
         # As it was before the update that is going on, of which no tensor may have come.
         self._why_before: str | None = None
         self._has_begun = False
-        self.version, self.is_pushed = 0, False
+        self.version, self.num_updates, self.is_pushed = 0, 0, False
         self._waiting: Future[Any] | None = None
         self._keeper: Keeper | None = None
         self._is_kept, self._keeps_own = False, True
@@ -125,6 +128,7 @@ class WeightUpdates:
         self._last, self._update = update, None
         self.why_undefined, self.is_pushed = None, True
         self.version = self.version + 1 if version is None else version
+        self.num_updates += 1
         if self._keeper is not None and self._is_kept:
             self._keeper.finish(self.version)
         return self.version
@@ -153,11 +157,21 @@ class WeightUpdates:
         self._last = None
         self.why_undefined = why
 
-    def define(self, version: int | None = None) -> None:
+    def define(self) -> None:
         """Note that all weights were loaded in another way."""
         self.abandon()
         self.why_undefined, self.is_pushed = None, False
-        self.version = self.version + 1 if version is None else version
+        self.version += 1
+        self.num_updates += 1
+
+    def note_state(self, version: int, num_updates: int, *, is_pushed: bool) -> None:
+        """Note that the weights are, or were before they were lost, those of an earlier worker."""
+        self.version, self.num_updates, self.is_pushed = version, num_updates, is_pushed
+
+    @property
+    def kept_folder(self) -> str | None:
+        """Folder where the newest complete weights are kept; None where they are not, or came from files."""
+        return self._keeper.folder_of(self.version) if self._keeper is not None and self.is_pushed else None
 
     @property
     def are_arriving(self) -> bool:
@@ -186,6 +200,7 @@ class WeightUpdates:
             "missing": (missing or [])[:_SHOWN],
             "why_undefined": self.why_undefined,
             "version": self.version,
+            "num_updates": self.num_updates,
         }
 
     def check_defined(self) -> None:

@@ -41,7 +41,7 @@ from penstock.worker.inspection import inspect_model
 from penstock.worker.memory_by_tag import MemoryByTag
 from penstock.worker.memory_plan import MemoryPlan
 from penstock.worker.memory_planning import plan_memory
-from penstock.worker.names_for_extensions import NamesForExtensions
+from penstock.worker.names_for_extensions import NamesForExtensions, load_by_updates
 from penstock.worker.profiler import RankTrace, create_profiler, not_configured
 from penstock.worker.reload import config_of_replacement
 from penstock.worker.update_config import updated_config
@@ -106,6 +106,7 @@ class Worker(NamesForExtensions, WorkerBase):
             return weights.begin_update(self.config, is_checkpoint_format, is_atomic)
 
         self._updates = WeightUpdates(begin, self._finish_update)
+        load_by_updates(weights.model, self.load_weights)
 
     def get_kv_cache_spec(self) -> dict[str, KVCacheSpec]:
         return self.weights.kv_cache_specs
@@ -243,13 +244,17 @@ class Worker(NamesForExtensions, WorkerBase):
         self._next_config = updated_config(self._next_config, overrides)
 
     def reload_weights(self, weights_path: str | None = None, atomic: bool | None = None) -> None:
-        """Replace the weights by those of a folder or hub id (None: of the same one again), between two steps.
+        """Replace the weights by those of a folder or hub id, between two steps; None: have the newest complete ones
+        again, which are those of a trainer, if one has sent some, or of the same folder.
 
         In place; with atomic=True the old weights stay on failure, which takes their memory once more. A folder whose
         config.json differs, calibrated quantisation and Transformers models always do so. The caller must reset the
         prefix cache. Raises ModelError for a model of another architecture or shape, CheckpointError for damaged
-        weights, OutOfMemory without enough memory.
+        weights, OutOfMemory without enough memory, LifecycleError where weights of a trainer are lost.
         """
+        if weights_path is None and self._next_config == self.config and self.updates.is_pushed:
+            self._restore_pushed()
+            return
         device, weights = self.own_device, self.weights
         new = replace(self._next_config, model=config_of_replacement(self._next_config.model, weights_path))
         check_options(new, device.kind)
@@ -274,6 +279,22 @@ class Worker(NamesForExtensions, WorkerBase):
         self.reload_weights(folder)
         self.config, self._next_config = options
 
+    def _restore_pushed(self) -> None:
+        """Have the newest complete weights of a trainer again. Raises LifecycleError if they are lost."""
+        updates = self.updates
+        version, num_updates = updates.version, updates.num_updates
+        if updates.why_undefined is None:
+            return
+        folder = updates.kept_folder
+        if folder is None:
+            raise LifecycleError(
+                f"reload_weights: the newest weights are those of version {version}, which a trainer has sent, and "
+                f"they are lost: {updates.why_undefined}. Send them again, or name a folder (weights_path). "
+                "weight_transfer_config with recovery='keep' keeps them."
+            )
+        self._restore_weights(folder)
+        updates.note_state(version, num_updates, is_pushed=True)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors of a checkpoint, one or many per call, in any order.
 
@@ -295,6 +316,7 @@ class Worker(NamesForExtensions, WorkerBase):
             weights.have_moved = False
             return
         weights.replace(model)
+        load_by_updates(model, self.load_weights)
         if self._runner is not None:
             self._runner.replace_model(weights.language_model)
         if self._features is not None:

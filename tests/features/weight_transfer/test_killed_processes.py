@@ -18,7 +18,7 @@ from penstock import AsyncEngine, SamplingParams
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.processes.core_group import CoreGroup
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, WeightTransferFailed
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_path(reason="both paths read the same memory")]
@@ -53,6 +53,8 @@ def test_a_killed_worker(folders: tuple[Path, Path], tmp_path: Path, is_kept: bo
         kill_last_rank(core)
         # No update was complete: the weights of the start are the newest ones.
         assert tokens(core) == before
+        with pytest.raises(WeightTransferFailed, match="Send all tensors again"):
+            load(core, items)
         load(core, items)
         assert tokens(core) == expected
         kill_last_rank(core)

@@ -111,6 +111,22 @@ def test_a_group_of_trainer_and_worker(folders: tuple[Path, Path], expected: lis
     llm.close()
 
 
+def test_generate_says_that_the_rest_of_an_update_is_missing(
+    folders: tuple[Path, Path], expected: list[list[list[int]]]
+) -> None:
+    llm = engine(folders[0])
+    items = stored(folders[1])
+    llm.load_weights(items[:3])
+    with pytest.raises(LifecycleError, match=r"weights are undefined: a weight update has begun.*Send all weights"):
+        tokens(llm)
+    assert llm.engine_state().name == "weights undefined"
+    llm.load_weights(items[3:])
+    assert tokens(llm) == expected[1]
+    (output,) = llm.generate(PROMPTS[:1], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+    assert output.outputs[0].weight_version == 1
+    llm.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "num_workers"),

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, LifecycleError, WeightTransferFailed
 from penstock.features.weight_transfer.state import RankStatus
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
@@ -185,6 +187,8 @@ def test_a_worker_that_is_lost_in_an_update_has_the_weights_before_it(
     add(core, "r", PROMPTS[0], greedy(10))
     finish(core, results)
     assert results["r"].tokens == expected[0][0]
+    with pytest.raises(WeightTransferFailed, match="have those of version 0 again. Send all tensors again"):
+        load(core, items[7:])
     load(core, items[7:])
     add(core, "waits", PROMPTS[0], greedy(10))
     assert [core.step() for _ in range(4)] == [[]] * 4
@@ -210,5 +214,130 @@ def test_load_weights_is_kept(folders: tuple[Path, Path], expected: list[list[li
     core.close()
 
 
+CALLS: dict[str, Callable[[list[tuple[str, Tensor]]], RpcCall]] = {
+    "apply_model": lambda items: RpcCall("apply_model", (lambda model: model.load_weights(items),)),
+    "function": lambda items: RpcCall(lambda worker: worker.get_model().load_weights(iter(items))),
+    "runner": lambda items: RpcCall(lambda worker: worker.model_runner.model.load_weights(items)),
+    "extension": lambda items: RpcCall("take_from_trainer", (items,)),
+}
+
+
+class Extension:
+    """Worker extension of a trainer."""
+
+    def take_from_trainer(self, items: list[tuple[str, Tensor]]) -> None:
+        worker: Any = self
+        worker.get_model().load_weights(items)
+
+
+@pytest.mark.parametrize("way", CALLS)
+def test_the_models_load_weights_is_an_update(
+    folders: tuple[Path, Path], expected: list[list[list[int]]], way: str
+) -> None:
+    core = make_core(folders[0], worker_extension_cls=f"{__name__}.Extension" if way == "extension" else None)
+    assert tokens(core) == expected[0]
+    items = list(load_file(folders[1] / "model.safetensors").items())
+    (names,) = core.collective_rpc(CALLS[way](items[:7]))
+    assert names == (None if way == "extension" else {name for name, _ in items[:7]})
+    assert not core.stats().state.is_ready
+    core.collective_rpc(CALLS[way](items[7:]))
+    assert (core.stats().state.is_ready, core.stats().weight_version) == (True, 1)
+    assert tokens(core) == expected[1]
+    core.collective_rpc(RpcCall(_fail_next_step))
+    results = {"r": Result()}
+    add(core, "r", PROMPTS[0], greedy(10))
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        assert core.step() == []
+    assert "weights of version 1 with it" in str(call(core, "weight_update_status").why_undefined)
+    core.collective_rpc(CALLS[way](items))
+    finish(core, results)
+    assert results["r"].tokens == expected[1][0]
+    core.close()
+
+
+def test_functions_that_load_nothing_leave_the_weights_of_the_start(
+    folders: tuple[Path, Path], expected: list[list[list[int]]]
+) -> None:
+    core = make_core(folders[0])
+    core.collective_rpc(RpcCall(lambda worker: None))
+    core.collective_rpc(RpcCall(_fail_next_step))
+    assert tokens(core) == expected[0]
+    assert core.stats().weight_version == 0
+    core.close()
+
+
 def load(core: EngineCore, items: list[tuple[str, Any]]) -> None:
     core.collective_rpc(RpcCall("load_weights", (items,)))
+
+
+def test_reload_weights_without_a_path_keeps_the_newest_weights(
+    folders: tuple[Path, Path], expected: list[list[list[int]]], tmp_path: Path
+) -> None:
+    items = list(load_file(folders[1] / "model.safetensors").items())
+    for is_kept in (False, True):
+        kept = {"recovery": "keep", "recovery_dir": str(tmp_path)} if is_kept else {}
+        core = with_trainer(folders[0], **kept)
+        load(core, items)
+        core.collective_rpc(RpcCall("reload_weights"))
+        assert tokens(core) == expected[1]
+        load(core, [(name, 2 * tensor) for name, tensor in items[:3]])
+        if is_kept:
+            core.collective_rpc(RpcCall("reload_weights"))
+            assert tokens(core) == expected[1]
+            assert call(core, "weight_update_status").version == 1
+        else:
+            with pytest.raises(
+                LifecycleError, match=r"are those of version 1, which a trainer has sent.*name a folder"
+            ):
+                core.collective_rpc(RpcCall("reload_weights"))
+            core.collective_rpc(RpcCall("reload_weights", (str(folders[0]),)))
+            assert tokens(core) == expected[0]
+            # These are the newest ones then.
+            load(core, items[:3])
+            core.collective_rpc(RpcCall("reload_weights"))
+            assert tokens(core) == expected[0]
+        core.close()
+
+
+def test_the_engines_state_says_that_an_update_has_failed(folders: tuple[Path, Path]) -> None:
+    core = with_trainer(folders[0])
+    assert call(core, "engine_state").is_running
+    call(core, "start_weight_update")
+    core.collective_rpc(RpcCall(lambda worker: worker.updates.take([_first_item(folders[1])])))
+    assert "a weight update has begun" in call(core, "engine_state").undefined
+    with pytest.raises(CheckpointError, match="missing"):
+        call(core, "finish_weight_update")
+    state = call(core, "engine_state")
+    assert (state.name, state.is_running) == ("weights undefined", False)
+    assert f"failed after it had replaced 1 tensors ({_first_item(folders[1])[0]})" in state.undefined
+    update(core, folders[1])
+    assert call(core, "engine_state").is_running
+    core.close()
+
+
+def test_no_block_of_older_weights_is_hit_while_one_is_held(
+    folders: tuple[Path, Path], expected: list[list[list[int]]]
+) -> None:
+    core = with_trainer(folders[0])
+    prompt = random_prompts([40], 97)[0]
+    assert run(core, [prompt], greedy(4))[0].tokens
+    (again,) = run(core, [prompt], greedy(4))
+    assert again.num_cached_tokens == 32
+    # A transfer holds blocks, so that the cache cannot be cleared.
+    add(core, "held", prompt, greedy(8))
+    core.step()
+    core.scheduler.kv_cache.hold_blocks("held", "a transfer")
+    update(core, folders[1])
+    assert core.scheduler.kv_cache.num_used_blocks
+    core.abort_requests(["held"])
+    (after,) = run(core, [prompt], greedy(4))
+    assert after.num_cached_tokens == 0
+    fresh = make_core(folders[1])
+    assert after.tokens == run(fresh, [prompt], greedy(4))[0].tokens
+    fresh.close()
+    core.close()
+
+
+def _first_item(folder: Path) -> tuple[str, Tensor]:
+    return next(iter(load_file(folder / "model.safetensors").items()))

@@ -97,6 +97,7 @@ class EngineCore:
         self._before_step = methods_of(self.scheduler.features, "before_step")
         self._after_step = methods_of(self.scheduler.features, "after_step")
         self._before_call = methods_of(self.scheduler.features, "before_call")
+        self._after_call = methods_of(self.scheduler.features, "after_call")
         self._deployment = DeploymentFeatures(config, made.call_feature) if owns_deployment else None
         self._recovery = Recovery(self.scheduler, config.parallel.max_restarts, self._take_ends)
         # With asynchronous scheduling draft tokens stay on the device, unless the parts of a step's sampling need them.
@@ -351,19 +352,25 @@ class EngineCore:
             return feature.call(call)
         if self._are_workers_lost:
             self._recover_lost()
+        if self._deployment is not None:
+            self._deployment.call_begins(call)
         try:
             answers = engine.executor.collective_rpc(call)
-        except WaitTimeout as error:
-            if effects.weights is not None:
+        except PenstockError as error:
+            if isinstance(error, WaitTimeout) and effects.weights is not None:
                 self._interrupted = f"Some workers may still be running {call.name} after its timeout: {error}"
+            for after_call in self._after_call:
+                after_call(call, is_done=False)
             raise
         if effects.is_profile:
             answers = self._trace.after_call(answers)
         keep_weight_change(call, [engine], lambda: engine.executor.collective_rpc(RpcCall("get_config"))[0])
         if effects.weights is WeightChange.NOW:
             self.reset_prefix_cache(reset_running_requests=True)
+        for after_call in self._after_call:
+            after_call(call, is_done=True)
         if self._deployment is not None:
-            self._deployment.call_done(call)
+            self._deployment.call_ends(call, is_done=True)
         return answers
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

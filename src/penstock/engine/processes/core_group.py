@@ -243,6 +243,8 @@ class CoreGroup:
             if feature is not None:
                 self._check_running()
                 return feature.call(call)
+            if self._deployment is not None:
+                self._deployment.call_begins(call)
             calls = self._call_workers(call, asked)
             done = [index for index, of_core in enumerate(calls) if of_core.error is None]
             # A core may complete the call after its timeout.
@@ -254,9 +256,11 @@ class CoreGroup:
                     if index not in done:
                         why = "others have done {}, and it has not" if done else "{} took it too long"
                         engine.restart(f"is replaced, since {why.format(call.name)}")
-            answers = results_of(calls)
             if self._deployment is not None:
-                self._deployment.call_done(call)
+                # One that goes on after its timeout answers nothing else meanwhile.
+                goes_on = is_late and effects.weights is None
+                self._deployment.call_ends(call, is_done=bool(done) and not goes_on)
+            answers = results_of(calls)
         return answers if call.unique_reply_rank is None else [answers[call.unique_reply_rank]]
 
     def on_admission(self, callback: Callable[[str, PenstockError | None], None]) -> None:

@@ -28,9 +28,9 @@ class SleepDeployment(DeploymentFeature):
     def calls_of_new_core(self) -> Iterable[RpcCall]:
         return () if self._state.is_running else (RpcCall("resume", (self._state,), {"is_new_core": True}),)
 
-    def call_done(self, call: RpcCall) -> None:
+    def call_ends(self, call: RpcCall, *, is_done: bool) -> None:
         """Find out whether a call has brought the weights that were missing."""
-        if self._state.undefined and WEIGHTS not in self._state.tags:
+        if is_done and self._state.undefined and WEIGHTS not in self._state.tags:
             self._refresh()
 
     def sleep(self, level: int = 1, mode: str = PauseMode.ABORT, tags: Sequence[str] | None = None) -> list[bool]:

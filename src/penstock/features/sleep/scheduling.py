@@ -181,9 +181,12 @@ class SleepScheduling(SchedulerFeature):
         return [None]
 
     def engine_state(self) -> list[EngineState]:
-        """The state of this core."""
+        """The state of this core, whatever has made its weights undefined."""
         self._runs_again()
-        return [self._state]
+        if WEIGHTS in self._asleep or self._services.has_lost_workers():
+            return [self._state]
+        texts = self._call(RpcCall("why_weights_undefined"))
+        return [replace(self._state, undefined=_first(texts) or "")]
 
     @property
     def _has_drained(self) -> bool:

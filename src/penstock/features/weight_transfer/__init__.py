@@ -23,6 +23,7 @@ FEATURE = Feature(
         "weight_update_status",
         "get_weight_version",
         # Of the scheduler's side alone.
+        "abandon_weight_update",
         "restore_weights",
     ),
     worker_methods=(
@@ -31,6 +32,7 @@ FEATURE = Feature(
         "update_weights",
         "finish_weight_update",
         "weight_update_status",
+        "abandon_weight_update",
         "restore_weights_after_loss",
     ),
     memory_of_methods=dict.fromkeys(("start_weight_update", "update_weights", "finish_weight_update"), (WEIGHTS,)),

@@ -22,10 +22,11 @@ class Journal:
     """Checkpoints of updates in a folder: the newest complete one, and the one that is arriving.
 
     newest: folder of the former, with weights of `version`; None before the first one.
+    is_writer: False on ranks that know the folders alone: each rank gets the same tensors.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
-        self._folder, self._model = folder, model
+    def __init__(self, folder: Path, model: ModelConfig, *, is_writer: bool = True) -> None:
+        self._folder, self._model, self._is_writer = folder, model, is_writer
         self._held: dict[str, Tensor] = {}
         self._held_bytes = 0
         self._files: dict[str, str] = {}
@@ -37,11 +38,14 @@ class Journal:
 
     def begin(self) -> None:
         """Begin a checkpoint; what has arrived of another one is dropped."""
-        shutil.rmtree(self._arriving, ignore_errors=True)
+        if self._is_writer:
+            shutil.rmtree(self._arriving, ignore_errors=True)
         self._held, self._held_bytes, self._files = {}, 0, {}
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add a tensor. Raises CheckpointError where it cannot be written."""
+        if not self._is_writer:
+            return
         self._held[name] = tensor.detach().to("cpu", copy=True).contiguous()
         self._held_bytes += tensor.nbytes
         if self._held_bytes >= _FILE_BYTES:
@@ -49,17 +53,24 @@ class Journal:
 
     def finish(self, version: int) -> None:
         """Complete the checkpoint, which takes the place of the newest one."""
+        complete = self._folder / f"version-{version}"
+        if not self._is_writer:
+            self.newest, self.version = str(complete), version
+            return
         self._write()
         index = {"metadata": {}, "weight_map": self._files}
         (self._arriving / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
         (self._arriving / "config.json").write_text(json.dumps(self._model.hf_config), encoding="utf-8")
-        complete = self._folder / f"version-{version}"
         shutil.rmtree(complete, ignore_errors=True)
         os.replace(self._arriving, complete)
         before, self.newest, self.version = self.newest, str(complete), version
         if before is not None and before != self.newest:
             shutil.rmtree(before, ignore_errors=True)
         self._files = {}
+
+    def folder_of(self, version: int) -> str | None:
+        """Folder with the weights of a version; None if they are not kept."""
+        return self.newest if self.version == version else None
 
     def _write(self) -> None:
         if not self._held:

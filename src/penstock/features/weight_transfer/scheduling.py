@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.config.weight_transfer import KEEP
 from penstock.contract import RpcCall
 from penstock.contract.parts import OutputPart
-from penstock.contract.rpc import LOAD_WEIGHTS, WeightChange
-from penstock.errors import PenstockError
+from penstock.contract.rpc import LOAD_WEIGHTS
+from penstock.errors import PenstockError, WeightTransferFailed
 from penstock.features.weight_transfer.messages import WeightVersion
-from penstock.features.weight_transfer.state import RankStatus, WeightsState
+from penstock.features.weight_transfer.state import RankStatus, WeightsState, may_change_weights, state_of
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.outputs import RUNNING, CoreState, EngineCoreOutput
 from penstock.scheduler.services import SchedulerServices
 
 logger = logging.getLogger(__name__)
-_UNDEFINED = CoreState("weights undefined", is_ready=False)
 # Interval at which workers are asked whether their weights are defined again.
 _POLL_S = 0.05
 
@@ -31,11 +31,14 @@ class WeightTransferScheduling(SchedulerFeature):
         self._services, self._scheduler = services, services.scheduler
         self._config = services.config.weight_transfer
         self._state = WeightsState()
+        # Another start may have other weights by the same number.
+        self._run = uuid.uuid4().hex
         self._why_undefined: str | None = None
         self._asked_at = 0.0
-        # Whether a call of `load_weights` may have changed the weights since the workers were asked.
-        self._are_unknown = False
-        self.has_own_parts = self._config.backend is not None
+        # Whether a call may have changed the weights since the workers were asked, and whether an update was going on.
+        self._are_unknown = self._is_updating = False
+        # Why the next tensors of `load_weights` are not those of an update that was going on.
+        self._why_begin_again: str | None = None
         if self._config.backend is not None:
             then = (
                 f"written to {self._config.recovery_dir} (two copies at most), and loaded again"
@@ -51,8 +54,21 @@ class WeightTransferScheduling(SchedulerFeature):
             self._ask("weight_update_status")
 
     def before_call(self, call: RpcCall) -> None:
-        if call.effects.weights is WeightChange.NOW:
-            self._are_unknown = self._are_unknown or call.method_name == LOAD_WEIGHTS
+        """Raises WeightTransferFailed for tensors of an update whose earlier tensors are lost."""
+        if may_change_weights(call, self._services.config.parallel):
+            why, self._why_begin_again = self._why_begin_again, None
+            if why is not None and call.method_name == LOAD_WEIGHTS:
+                raise WeightTransferFailed(why)
+            self._are_unknown = self._are_unknown or self._is_updating or call.method_name == LOAD_WEIGHTS
+
+    def after_call(self, call: RpcCall, *, is_done: bool) -> None:
+        if not may_change_weights(call, self._services.config.parallel):
+            return
+        self._are_unknown = self._are_unknown or is_done
+        if is_done:
+            self._look()
+        else:
+            # Workers may still run it after its timeout.
             self._services.call_soon(self._look)
 
     def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, OutputPart]:
@@ -66,14 +82,21 @@ class WeightTransferScheduling(SchedulerFeature):
         return {"weight_version": self._state.version}
 
     def workers_ready(self) -> None:
-        if self._are_unknown and not self._state.is_pushed:
+        state = self._state
+        if self._are_unknown:
             # Lost workers may have had newer weights.
-            self._state = WeightsState(self._state.version + 1, is_pushed=True)
-        if self._state.is_pushed:
-            self._note(self._restore(self._state))
+            self._state = WeightsState(state.version + 1, state.num_updates + 1, is_pushed=True)
+        elif self._is_updating:
+            self._why_begin_again = (
+                f"Workers were lost while weights arrived, and have those of version {state.version} again. Send all "
+                "tensors again, from the first one on."
+            )
+        self._is_updating = False
+        if self._state.num_updates:
+            self._note(self._call_workers("restore_weights_after_loss", self._state))
         elif self._why_undefined is not None:
             # The checkpoint's weights, after an update that was not complete.
-            self._note(self._services.call_workers(RpcCall("weight_update_status")))
+            self._note(self._call_workers("weight_update_status"))
 
     # Calls of the deployment's side.
 
@@ -83,16 +106,12 @@ class WeightTransferScheduling(SchedulerFeature):
         return self._ask(call.method_name, *call.args)
 
     def restore_weights(self, state: WeightsState) -> list[RankStatus]:
-        """Give new workers the newest complete weights; without them requests wait for the next update."""
+        """Give workers that lack it the newest complete weights; without them requests wait for the next update."""
+        if state.num_updates == self._state.num_updates:
+            return self._ask("weight_update_status")
         self._state = state
-        return self._ask("restore_weights_after_loss", state.version, state.folder)
-
-    def _restore(self, state: WeightsState) -> list[RankStatus]:
-        folder = None if self._are_unknown else state.folder
-        statuses: list[RankStatus] = self._services.call_workers(
-            RpcCall("restore_weights_after_loss", (state.version, folder))
-        )
-        return statuses
+        self._scheduler.begin_weights(f"{self._run}:{state.num_updates}")
+        return self._ask("restore_weights_after_loss", state)
 
     def _look(self) -> None:
         """Ask the workers for the state of their weights, which a call may have changed."""
@@ -101,29 +120,43 @@ class WeightTransferScheduling(SchedulerFeature):
 
     def _ask(self, method: str, *args: Any) -> list[RankStatus]:
         """Call the workers, and note the state of their weights."""
+        if method == "start_weight_update":
+            self._why_begin_again = None
         self._asked_at = time.monotonic()
         if self._services.has_lost_workers():
             # A core that rests replaces none by itself.
             self._services.replace_lost_workers(None)
         try:
-            statuses: list[RankStatus] = self._services.call_workers(RpcCall(method, args))
+            statuses = self._call_workers(method, *args)
         except PenstockError:
-            if method != "weight_update_status":
-                self._note(self._services.call_workers(RpcCall("weight_update_status")))
+            if method != "weight_update_status" and not self._services.has_lost_workers():
+                self._note(self._call_workers("weight_update_status"))
             raise
-        self._note(statuses, is_finished=method == "finish_weight_update")
+        self._note(statuses)
         return statuses
 
-    def _note(self, statuses: Sequence[RankStatus], *, is_finished: bool = False) -> None:
-        """is_finished: whether an update has ended, maybe with the version of the one before."""
+    def _call_workers(self, method: str, *args: Any) -> list[RankStatus]:
+        statuses: list[RankStatus] = self._services.call_workers(RpcCall(method, args))
+        return statuses
+
+    def _note(self, statuses: Sequence[RankStatus]) -> None:
         self._are_unknown = False
+        self._is_updating = any(status.is_updating for status in statuses)
         why = next((status.why_undefined for status in statuses if status.why_undefined is not None), None)
-        version = min(status.version for status in statuses)
-        is_new = why is None and (is_finished or version != self._state.version)
+        state = state_of(statuses)
+        is_new = why is None and state.num_updates != self._state.num_updates
         if (why is not None and self._why_undefined is None) or is_new:
             # Running requests go on from their tokens, with the new weights.
-            self._scheduler.reset_prefix_cache(reset_running_requests=True)
+            self._scheduler.begin_weights(f"{self._run}:{state.num_updates}")
         if is_new:
-            self._state = WeightsState(version, is_pushed=statuses[0].is_pushed, folder=statuses[0].folder)
+            self._state = state
+        if self._state.version:
+            self._scheduler.call_for_all_outputs(self.parts_of_outputs)
         self._why_undefined = why
-        self._scheduler.let_rest(self, RUNNING if why is None else _UNDEFINED)
+        if why is None:
+            self._scheduler.let_rest(self, RUNNING)
+            return
+        why = why.rstrip(".")
+        text = f"The weights are undefined: {why}. Send all weights, or reload them (load_weights, reload_weights)."
+        rest = CoreState("weights undefined", is_ready=False, why_stuck=text, is_update=self._is_updating)
+        self._scheduler.let_rest(self, rest)

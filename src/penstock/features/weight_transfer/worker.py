@@ -13,7 +13,7 @@ from penstock.config.weight_transfer import KEEP
 from penstock.errors import CheckpointError, LifecycleError, PenstockError
 from penstock.features.weight_transfer.backends import Backend, create_backend
 from penstock.features.weight_transfer.journal import Journal
-from penstock.features.weight_transfer.state import RankStatus
+from penstock.features.weight_transfer.state import RankStatus, WeightsState
 from penstock.worker.feature import WorkerFeature, WorkerServices
 from penstock.worker.weight_updates import WeightUpdates
 
@@ -34,9 +34,9 @@ class WeightTransferWorker(WorkerFeature):
         self._backend: Backend | None = None if options.backend is None else self._make_backend()
         self._joining: Future[None] | None = None
         self._journal: Journal | None = None
-        # Ranks have the same tensors, of which they take their shares.
-        if options.recovery == KEEP and options.recovery_dir is not None and services.rank == 0:
-            self._journal = Journal(options.recovery_dir / f"engine-{number}", services.config.model)
+        if options.recovery == KEEP and options.recovery_dir is not None:
+            folder, is_writer = options.recovery_dir / f"engine-{number}", services.rank == 0
+            self._journal = Journal(folder, services.config.model, is_writer=is_writer)
             if services.updates is not None:
                 services.updates.keep_in(self._journal, is_whole_model=parallel.pipeline_parallel_size == 1)
 
@@ -83,21 +83,29 @@ class WeightTransferWorker(WorkerFeature):
         self._updates.finish(version)
         return self.weight_update_status()
 
-    def restore_weights_after_loss(self, version: int, folder: str | None) -> RankStatus:
-        """Load the newest complete weights, which a lost worker had; without them the weights are undefined."""
-        why = f"a worker was lost, and the weights of version {version} with it"
+    def abandon_weight_update(self) -> RankStatus:
+        """End an update that is going on without its tensors."""
+        self._updates.abandon()
+        return self.weight_update_status()
+
+    def restore_weights_after_loss(self, state: WeightsState) -> RankStatus:
+        """Have the newest complete weights, which a lost worker had; without them the weights are undefined.
+
+        Those that no trainer has sent are the ones with which this worker has started.
+        """
+        updates = self._updates
         try:
-            if folder is None or self._load_folder is None:
-                raise CheckpointError("recovery is 'undefined'")
-            self._load_folder(folder)
-            self._updates.define(version)
-            if self._journal is not None:
-                self._journal.version = version
+            if state.is_pushed:
+                if state.folder is None or self._load_folder is None:
+                    raise CheckpointError("recovery is 'undefined'")
+                self._load_folder(state.folder)
+            updates.define()
+            if self._journal is not None and state.is_pushed:
+                self._journal.newest, self._journal.version = state.folder, state.version
         except PenstockError as error:
-            self._updates.why_undefined = f"{why} ({error})"
-            self._updates.version = version
-            logger.warning("Weights undefined: %s. Requests wait for the next update", self._updates.why_undefined)
-        self._updates.is_pushed = True
+            updates.undefine(f"a worker was lost, and the weights of version {state.version} with it ({error})")
+            logger.warning("Weights undefined: %s. Requests wait for the next update", updates.why_undefined)
+        updates.note_state(state.version, state.num_updates, is_pushed=state.is_pushed)
         return self.weight_update_status()
 
     def weight_update_status(self) -> RankStatus:
@@ -115,16 +123,10 @@ class WeightTransferWorker(WorkerFeature):
             missing=status["missing"],
             why_undefined=status["why_undefined"],
             version=status["version"],
+            num_updates=status["num_updates"],
             is_pushed=self._updates.is_pushed,
-            folder=self._folder,
+            folder=self._updates.kept_folder,
         )
-
-    @property
-    def _folder(self) -> str | None:
-        """Folder where these weights are kept; None where they are not, such as those of a call of `load_weights`."""
-        if self._journal is None or not self._updates.is_pushed or self._journal.version != self._updates.version:
-            return None
-        return self._journal.newest
 
     def close(self) -> None:
         if self._backend is not None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention import AuxHiddenStates, BoundLayer, ForwardContext, LastTokens
+from penstock.contract.rpc import LOAD_WEIGHTS
 from penstock.kernels.native import NATIVE
 from penstock.kernels.native.attention import NO_REQUESTS
 from penstock.kernels.native.program import BoundChoices, NativeProgram
@@ -253,7 +254,9 @@ def _refuse_what_is_watched(model: LanguageModel) -> None:
     if not isinstance(model, nn.Module):
         raise Untraceable("it is not a torch module")
     for module in model.modules():
-        has_methods = any(callable(getattr(type(module), name, None)) for name in vars(module))
+        # No step calls `load_weights`, which a model that serves has of its own: it begins an update.
+        own = (name for name in vars(module) if name != LOAD_WEIGHTS)
+        has_methods = any(callable(getattr(type(module), name, None)) for name in own)
         if has_methods or module._forward_hooks or module._forward_pre_hooks:
             raise Untraceable(f"a {type(module).__name__} has a hook, or a method of its own")
 
