@@ -137,8 +137,11 @@ class WeightTransferDeployment(DeploymentFeature):
             statuses = self._ask("restore_weights", newest)
         self._has_waiting_core = False
         if not any(status.is_waiting for status in statuses):
+            # Loaders that have had no tensor may not know yet what is missing.
+            has_begun = not any(status.is_updating and status.num_missing is None for status in statuses)
             first, *others = (
-                [(status.is_updating, status.num_missing) for status in core] for core in self._by_core(statuses)
+                [(status.is_updating, has_begun and status.num_missing) for status in core]
+                for core in self._by_core(statuses)
             )
             if any(one != first for one in others):
                 self._is_update_ended = True
