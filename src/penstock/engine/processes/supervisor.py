@@ -441,7 +441,8 @@ class EngineSupervisor:
                 times = f"{num_losses} times in a row" if num_losses > 1 else "once"
                 raise EngineDead(f"{self.name} was lost {times}, without a result; the last time: {error}") from error
         for call in self._calls.values():
-            call.lost = ProcessLost(f"{call.name} was not answered: {error}")
+            # One that has timed out has its error.
+            call.lost = call.lost or ProcessLost(f"{call.name} was not answered: {error}")
         self._calls.clear()
         self._aborting.clear()
         self._state = _State.BACKING_OFF
