@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ConfigError
 
 _GIB = 1 << 30
+_SHORTEST_SECRET = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +20,17 @@ class KVTierConfig:
     """kv_offload_dir: folder for blocks of the KV cache, which later requests load, also after a restart, and of other
         engines that share the folder; None keeps none.
     kv_offload_dir_size: GiB of all files in this folder; the least recently used ones make room.
+    kv_listen: address, as "host:port", at which other engines get blocks of this folder; None for none.
+    kv_peers: addresses of other engines' `kv_listen`, as a list or "host:port,host:port", which are asked for blocks
+        that are not in the folder.
+    kv_secret_file: file with a secret of at least 16 characters, the same for all of these engines.
     """
 
     kv_offload_dir: str | os.PathLike[str] | None = None
     kv_offload_dir_size: float = 16.0
+    kv_listen: str | None = None
+    kv_peers: Sequence[str] | str = ()
+    kv_secret_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         size = self.kv_offload_dir_size
@@ -32,6 +42,41 @@ class KVTierConfig:
             raise ConfigError(f"kv_offload_dir={str(folder)!r} is not a folder. Create it, or leave it out.")
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be written to. Give another folder.")
+        self._check_peers()
+
+    def _check_peers(self) -> None:
+        given = self.kv_peers.split(",") if isinstance(self.kv_peers, str) else self.kv_peers
+        peers = tuple(one.strip() for one in given if one.strip())
+        object.__setattr__(self, "kv_peers", peers)
+        addresses = [("kv_peers", peer) for peer in peers]
+        if self.kv_listen is not None:
+            addresses.append(("kv_listen", self.kv_listen))
+        for name, address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+                raise ConfigError(f"{name}={address!r} is not valid. Allowed: a host and a port, as 10.0.0.5:7000.")
+            if self.folder is None:
+                raise ConfigError(f"{name}={address!r} needs kv_offload_dir, the folder of the blocks. Give it.")
+            if self.kv_secret_file is None:
+                raise ConfigError(
+                    f"{name}={address!r} needs kv_secret_file, since blocks tell about prompts: "
+                    "write at least 16 random characters to a file, the same for all engines."
+                )
+        if addresses and importlib.util.find_spec("zmq") is None:
+            raise ConfigError(f"{addresses[0][0]} needs pyzmq: pip install 'penstock[peers]'.")
+        if self.kv_secret_file is not None:
+            self.read_secret()
+
+    def read_secret(self) -> bytes:
+        """Read the secret. Raises ConfigError for a file that cannot be read, or is too short."""
+        path = Path(self.kv_secret_file or "").expanduser()
+        try:
+            secret = path.read_bytes().strip()
+        except OSError as error:
+            raise ConfigError(f"kv_secret_file={str(path)!r} cannot be read: {error.strerror}.") from error
+        if len(secret) < _SHORTEST_SECRET:
+            raise ConfigError(f"kv_secret_file={str(path)!r} has fewer than {_SHORTEST_SECRET} characters.")
+        return secret
 
     @property
     def folder(self) -> Path | None:

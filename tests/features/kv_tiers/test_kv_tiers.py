@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,19 @@ def _extend(path: Path) -> None:
 
 def _empty(path: Path) -> None:
     path.write_bytes(b"")
+
+
+def test_a_core_without_requests_saves_and_releases_all_blocks(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", folder) as core:
+        # Requests end one after the other, and the last one while blocks are written.
+        run(core, PROMPTS, [greedy(length) for length in (3, 6, 9, 12)])
+        give_up_at = time.monotonic() + 30
+        while core.scheduler.kv_cache.num_used_blocks and time.monotonic() < give_up_at:
+            if core.has_unfinished_requests():
+                core.step()
+        assert not core.scheduler.kv_cache.num_used_blocks
+        assert len(files(folder)) == counter(core, "kv_tier_saved_bytes") // 8192 >= 12
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut, _extend, _empty])

@@ -24,6 +24,7 @@ FEATURE = Feature(
         "kv_tier_loaded_bytes": "Bytes of the KV cache that were read from kv_offload_dir, of one rank.",
         "kv_tier_saved_bytes": "Bytes of the KV cache that were written to kv_offload_dir, of one rank.",
         "kv_tier_failed_loads": "Blocks of kv_offload_dir that could not be read, and were computed instead.",
+        "kv_tier_copied_bytes": "Bytes of the KV cache that came from other engines (kv_peers).",
     },
     how_to_turn_on="Start the engine with kv_offload_dir=FOLDER.",
 )

@@ -8,9 +8,11 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from penstock.config.kv_tiers import KVTierConfig
 from penstock.contract import Part, RpcCall, SamplingParams
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.features.kv_tiers.files import FolderLimit, path_of
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
@@ -20,9 +22,13 @@ from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.scheduler.state_pool import StatePool
 
+if TYPE_CHECKING:
+    from penstock.features.kv_tiers.peers import Peers, PeerServer
+
 logger = logging.getLogger(__name__)
 # Reason for which a request waits.
 _LOAD = "blocks from kv_offload_dir"
+_PEER = "blocks of another engine"
 # Block id of a block that is in a folder.
 _IN_FOLDER = -1
 # Interval at which full blocks are saved, and at which a core with requests asks for the results.
@@ -40,6 +46,7 @@ _COUNTS = (
     "kv_tier_loaded_bytes",
     "kv_tier_saved_bytes",
     "kv_tier_failed_loads",
+    "kv_tier_copied_bytes",
 )
 # Seconds that a core which ends, or whose prefix cache is reset, waits for moves.
 _LONGEST_END_S = 30.0
@@ -67,7 +74,7 @@ class _Save:
     """Block that is written. num_pending: ranks that have not answered."""
 
     block: KVCacheBlock
-    group: int
+    key: BlockKey
     num_pending: int
 
 
@@ -102,6 +109,12 @@ class TierScheduling(SchedulerFeature):
         self._ask_at = self._save_at = self._paused_until = 0.0
         self._timer: threading.Timer | None = None
         self._counts = dict.fromkeys(_COUNTS, 0)
+        # Preemptions of requests for which peers were asked; and paths that a peer has, during a look-up.
+        self._asked: dict[str, int] = {}
+        self._at_peer: set[str] = set()
+        self._root, tiers = folder, config.kv_tiers
+        self._peers = self._connect(tiers) if tiers.kv_peers else None
+        self._server = None if tiers.kv_listen is None else self._listen(tiers, config.parallel.data_parallel_size)
 
     # Loads.
 
@@ -110,6 +123,8 @@ class TierScheduling(SchedulerFeature):
             return _LOAD
         if self._tried.get(request.req_id) == request.num_preemptions or not _has_lasting_keys(request):
             return None
+        if self._peers is not None and self._asks_peers(request):
+            return _PEER
         self._tried[request.req_id] = request.num_preemptions
         local = self._kv_cache.get_computed_blocks(request)
         hit = self._kv_cache.find_with(request, self._find)
@@ -120,11 +135,89 @@ class TierScheduling(SchedulerFeature):
 
     def _find(self, key: BlockKey) -> KVCacheBlock | None:
         """A block that stands for one in the folder; None if it is not there."""
-        if key not in self._loading and not os.path.exists(path_of(self._folder, key)):
+        path = path_of(self._folder, key)
+        if key not in self._loading and path not in self._at_peer and not os.path.exists(path):
             return None
         found = KVCacheBlock(_IN_FOLDER)
         found.key = key
         return found
+
+    # Blocks of other engines, which come to the folder first.
+
+    def _listen(self, tiers: KVTierConfig, num_engines: int) -> PeerServer | None:
+        """Answer other engines. Of engines beside each other, which have one folder, the first one does."""
+        from penstock.features.kv_tiers.peers import PeerServer
+
+        assert tiers.folder is not None
+        assert tiers.kv_listen is not None
+        try:
+            return PeerServer(tiers.folder, tiers.kv_listen, tiers.read_secret(), self._names_to_come)
+        except ConfigError:
+            if num_engines == 1:
+                raise
+            return None
+
+    def _connect(self, tiers: KVTierConfig) -> Peers:
+        from penstock.features.kv_tiers.peers import Peers
+
+        return Peers(self._root, tiers.kv_peers, tiers.read_secret())
+
+    def _names_to_come(self) -> set[str]:
+        """Names of the files that are about to be written; called by another thread."""
+        fresh, saves = list(self._fresh.values()), list(self._saves.values())
+        return {os.path.basename(path_of("", key)) for key in (*(key for key, _ in fresh), *(one.key for one in saves))}
+
+    def _asks_peers(self, request: Request) -> bool:
+        """Whether a request waits for an answer of peers, which are asked once."""
+        peers = self._peers
+        assert peers is not None
+        if self._asked.get(request.req_id) == request.num_preemptions:
+            return False
+        self._asked[request.req_id] = request.num_preemptions
+        if request.needs_all_of_prompt or not peers.can_be_asked:
+            return False
+        paths = [
+            path_of(folder, key)
+            for key in self._kv_cache.keys_of(request)
+            for folder in self._folders_of_ranks
+            if self._kv_cache.groups[key[0]].pool.find(key) is None
+        ]
+        wanted = [path for path in paths if not os.path.exists(path)]
+        if not wanted:
+            return False
+        req_id, num_preemptions = request.req_id, request.num_preemptions
+        names = [os.path.relpath(path, self._root) for path in wanted]
+
+        def found(address: str, there: set[str]) -> None:
+            self._services.call_soon(lambda: self._copy(req_id, num_preemptions, address, there))
+
+        peers.find(names, found)
+        return True
+
+    def _copy(self, req_id: str, num_preemptions: int, address: str, there: set[str]) -> None:
+        """Copy what a request's hit would have of a peer's blocks; the request is looked up then."""
+        request = next((one for one in self._scheduler.unfinished_requests() if one.req_id == req_id), None)
+        if request is None or request.num_preemptions != num_preemptions:
+            return
+        self._at_peer = {str(self._root / name) for name in there}
+        hit = self._kv_cache.find_with(request, self._find)
+        keys = [block.key for blocks in hit.blocks for block in blocks if block.block_id == _IN_FOLDER]
+        self._at_peer = set()
+        paths = [path_of(folder, key) for key in keys if key is not None for folder in self._folders_of_ranks]
+        names = [name for path in paths if (name := os.path.relpath(path, self._root)) in there]
+
+        def copied(num_bytes: int) -> None:
+            self._limit.note_written(num_bytes)
+            self._services.call_soon(lambda: self._note_copied(req_id, num_bytes))
+
+        if names and self._peers is not None:
+            self._peers.copy(address, names, copied)
+        else:
+            self._scheduler.ready(req_id, _PEER)
+
+    def _note_copied(self, req_id: str, num_bytes: int) -> None:
+        self._counts["kv_tier_copied_bytes"] += num_bytes
+        self._scheduler.ready(req_id, _PEER)
 
     def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int) -> bool:
         """Load the blocks of a hit that are in the folder; False if there is no room. num_tokens: that these give."""
@@ -185,7 +278,9 @@ class TierScheduling(SchedulerFeature):
     def request_ended(self, request: Request) -> None:
         self._tried.pop(request.req_id, None)
         self._waiting.pop(request.req_id, None)
-        if self._fresh:
+        self._asked.pop(request.req_id, None)
+        if self._fresh or self._is_busy:
+            # A core without requests has no turn by itself.
             self._services.call_soon(self._save_now)
 
     @property
@@ -226,7 +321,7 @@ class TierScheduling(SchedulerFeature):
             if not is_wanted or is_paused or os.path.exists(path_of(self._folder, key)):
                 continue
             self._kv_cache.hold_block(block, key[0])
-            self._saves[self._queue(key, block, is_load=False)] = _Save(block, key[0], self._num_ranks)
+            self._saves[self._queue(key, block, is_load=False)] = _Save(block, key, self._num_ranks)
             num_saving += 1
         self._save_at = time.monotonic() + _SAVE_S
 
@@ -264,11 +359,15 @@ class TierScheduling(SchedulerFeature):
         return bool(self._loads or self._saves)
 
     @property
-    def _folder(self) -> str:
-        """Folder of the first rank."""
+    def _folders_of_ranks(self) -> list[str]:
         if not self._folders:
             self._folders = self._call(RpcCall("kv_tier_folder"))
-        return self._folders[0]
+        return self._folders
+
+    @property
+    def _folder(self) -> str:
+        """Folder of the first rank."""
+        return self._folders_of_ranks[0]
 
     def _queue(self, key: BlockKey, block: KVCacheBlock, *, is_load: bool) -> int:
         move_id, self._next_move_id = self._next_move_id, self._next_move_id + 1
@@ -304,7 +403,7 @@ class TierScheduling(SchedulerFeature):
             self._limit.note_written(result.num_bytes)
             if not save.num_pending:
                 del self._saves[result.move_id]
-                self._kv_cache.release_block(save.block, save.group)
+                self._kv_cache.release_block(save.block, save.key[0])
 
     def _pause(self, error: str) -> None:
         """Save nothing for a while."""
@@ -333,7 +432,7 @@ class TierScheduling(SchedulerFeature):
             load.failed.update(load.blocks)
             self._end_load(load)
         for save in self._saves.values():
-            self._kv_cache.release_block(save.block, save.group)
+            self._kv_cache.release_block(save.block, save.key[0])
         for kept in (self._loads, self._saves, self._fresh, self._queued, self._tried):
             kept.clear()
         self._folders = []
@@ -365,6 +464,10 @@ class TierScheduling(SchedulerFeature):
                 self._finish()
         except PenstockError as error:
             logger.info("The last blocks of the KV cache are not saved: %s", error)
+        if self._server is not None:
+            self._server.close()
+        if self._peers is not None:
+            self._peers.close()
         self._limit.close()
 
 

@@ -1,0 +1,186 @@
+"""Blocks of other engines: what one has computed, another one copies; whatever fails is computed."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import ConfigError
+from penstock.features.kv_tiers import peers
+from penstock.features.kv_tiers.files import LAYOUT
+from penstock.features.kv_tiers.peers import Peers, PeerServer
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
+from support.engines import Result, greedy, make_core, random_prompts, run
+
+PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=97)
+SECRET = b"a secret of some length"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    return path
+
+
+def free_address() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{one.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def engine(model: Path, name: str, secret: Path, **options: Any) -> Iterator[EngineCore]:
+    folder = secret.parent / name
+    folder.mkdir(exist_ok=True)
+    core = make_core(model, kv_offload_dir=str(folder), kv_secret_file=str(secret), **options)
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+@contextlib.contextmanager
+def driven(core: EngineCore) -> Iterator[None]:
+    """Run the core's turns in another thread."""
+    is_over = threading.Event()
+
+    def run_turns() -> None:
+        while not is_over.wait(0.005):
+            while core.has_unfinished_requests():
+                core.step()
+
+    thread = threading.Thread(target=run_turns)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def answers(core: EngineCore) -> list[Result]:
+    return run(core, PROMPTS, greedy(8, logprobs=2))
+
+
+def count(core: EngineCore, name: str) -> int:
+    return core.stats().counters[name]
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "lfm2"])
+def test_an_engine_copies_what_another_one_has_computed(tmp_path: Path, secret: Path, family: str) -> None:
+    save_checkpoint(tiny_model(family), tmp_path / "model")
+    address = free_address()
+    with (
+        engine(tmp_path / "model", "one", secret, kv_listen=address) as one,
+        engine(tmp_path / "model", "two", secret, kv_peers=address) as two,
+    ):
+        expected = answers(one)
+        with driven(one):
+            # Blocks that are about to be written are waited for.
+            found = answers(two)
+        assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in expected]
+        assert count(two, "kv_tier_copied_bytes") > 0
+        assert count(two, "external_prefix_cache_hits") == sum(result.num_cached_tokens for result in found) > 100
+        two.scheduler.kv_cache.check_integrity()
+        copied = count(two, "kv_tier_copied_bytes")
+        assert two.reset_prefix_cache()
+        answers(two)
+        assert count(two, "kv_tier_copied_bytes") == copied
+
+
+def test_a_peer_that_ends_is_paused_and_its_blocks_are_computed(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.3)
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", "two", secret, kv_peers=free_address()) as two:
+        found = answers(two)
+        assert count(two, "kv_tier_copied_bytes") == 0
+    with engine(tmp_path / "model", "three", secret) as three:
+        assert [one.tokens for one in answers(three)] == [one.tokens for one in found]
+    assert caplog.text.count("is not asked for blocks for 10 s: it has not answered") == 1
+
+
+def test_another_secret_gets_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.5)
+    path = f"{LAYOUT}/{'0' * 32}/00/{'0' * 64}-0"
+    (tmp_path / path).parent.mkdir(parents=True)
+    (tmp_path / path).write_bytes(b"block")
+    address = free_address()
+    server = PeerServer(tmp_path, address, SECRET, set)
+    try:
+        for secret, expected in ((SECRET, address), (b"another secret, as long", "")):
+            assert ask(secret, address, [path])[0] == expected
+    finally:
+        server.close()
+
+
+def ask(secret: bytes, address: str, paths: list[str], root: Path = Path()) -> tuple[str, set[str]]:
+    client = Peers(root, [address], secret)
+    try:
+        answered: list[tuple[str, set[str]]] = []
+        client.find(paths, lambda *answer: answered.append(answer))
+        give_up_at = time.monotonic() + 30
+        while not answered and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        return answered[0]
+    finally:
+        client.close()
+
+
+def test_no_other_file_is_served(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "private").write_bytes(b"private")
+    address = free_address()
+    server = PeerServer(tmp_path / "root", address, SECRET, set)
+    client = Peers(tmp_path, [address], SECRET)
+    try:
+        with client._connected(address) as asked:
+            for path in ("../private", str(tmp_path / "private"), f"{LAYOUT}/../../private"):
+                asked.send(msgspec.msgpack.encode(peers._Question([path], wants_content=True)))
+                assert asked.recv_multipart()[-1] == b""
+            asked.send(b"\x00 no question")
+            asked.send(msgspec.msgpack.encode(peers._Question([])))
+            assert asked.recv_multipart()[-1] == b""
+    finally:
+        client.close()
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_listen": "7000"}, "kv_listen='7000' is not valid. Allowed: a host and a port"),
+        ({"kv_peers": "there:70000"}, "kv_peers='there:70000' is not valid"),
+        ({"kv_peers": ["there:7000"]}, "kv_peers='there:7000' needs kv_secret_file"),
+        ({"kv_listen": "there:7000", "kv_offload_dir": None}, "needs kv_offload_dir"),
+        ({"kv_listen": "127.0.0.1:7000", "kv_secret_file": "/nowhere"}, "kv_secret_file='/nowhere' cannot be read"),
+    ],
+)
+def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        make_core(tmp_path, **{"kv_offload_dir": str(tmp_path), **options})
+
+
+def test_an_address_that_is_taken_is_an_error(tmp_path: Path, secret: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with (
+            pytest.raises(ConfigError, match=f"kv_listen='{address}': Address already in use"),
+            engine(tmp_path / "model", "one", secret, kv_listen=address),
+        ):
+            pass
