@@ -46,13 +46,15 @@ class KVTierConfig:
 
     def _check_peers(self) -> None:
         given = self.kv_peers.split(",") if isinstance(self.kv_peers, str) else self.kv_peers
+        if not isinstance(given, Sequence) or not all(isinstance(one, str) for one in given):
+            raise ConfigError(f"kv_peers={self.kv_peers!r} is not valid. Allowed: a list of addresses, host:port.")
         peers = tuple(one.strip() for one in given if one.strip())
         object.__setattr__(self, "kv_peers", peers)
         addresses = [("kv_peers", peer) for peer in peers]
         if self.kv_listen is not None:
             addresses.append(("kv_listen", self.kv_listen))
         for name, address in addresses:
-            host, _, port = address.rpartition(":")
+            host, _, port = address.rpartition(":") if isinstance(address, str) else ("", "", "")
             if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
                 raise ConfigError(f"{name}={address!r} is not valid. Allowed: a host and a port, as 10.0.0.5:7000.")
             if self.folder is None:

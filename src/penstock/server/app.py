@@ -24,6 +24,7 @@ from penstock.server.http.body import body_model
 from penstock.server.http.context import REQUEST_ID_HEADER, RequestContext, request_id_of
 from penstock.server.http.errors import ApiError, api_error
 from penstock.server.http.guards import ApiKeys, BodyLimits, UnreadBodies
+from penstock.server.http.prefill_first import PrefillFirst
 from penstock.server.http.unknown_fields import UnknownFields
 from penstock.server.http.validation import validation_error
 from penstock.server.ollama import routes as ollama
@@ -99,6 +100,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions) -> FastAPI:
     app.add_exception_handler(PenstockError, _on_error)
     app.add_exception_handler(RequestValidationError, _on_invalid_body)
     # The last one added is the outermost.
+    if options.prefill_url is not None:
+        app.add_middleware(PrefillFirst, url=options.prefill_url, min_bytes=options.prefill_min_bytes)
     app.add_middleware(
         BodyLimits,
         max_bytes=options.max_request_bytes,

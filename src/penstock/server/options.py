@@ -75,6 +75,9 @@ class ServerOptions:
         these routes refuse. All front ends share it.
     max_batch_dir_bytes: limit of the size of files and answers, beyond which uploads get status 413.
     max_batch_requests: limit of the requests of a batch.
+    prefill_url: URL of another server that computes the prompts of long requests first, such as http://10.0.0.5:8000;
+        this engine copies their blocks (`kv_peers`), or finds them in a common `kv_offload_dir`.
+    prefill_min_bytes: size of a request's body from which on it is sent there.
 
     Raises ConfigError.
     """
@@ -122,6 +125,8 @@ class ServerOptions:
     batch_dir: str | None = None
     max_batch_dir_bytes: int = 4 * 2**30
     max_batch_requests: int = 50_000
+    prefill_url: str | None = None
+    prefill_min_bytes: int = 4096
 
     def serves_admin_path(self, path: str) -> bool:
         """Whether a route that changes the engine is there."""
@@ -159,6 +164,7 @@ class ServerOptions:
             "max_unread_response_bytes",
             "max_batch_dir_bytes",
             "max_batch_requests",
+            "prefill_min_bytes",
         ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not valid. Allowed: at least 1.")
@@ -179,6 +185,9 @@ class ServerOptions:
                 f"otlp_traces_endpoint={endpoint!r} is not valid. Allowed: the URL of OTLP over HTTP, "
                 "such as http://localhost:4318/v1/traces."
             )
+        url = self.prefill_url
+        if url is not None and not re.match("https?://[^/]", str(url)):
+            raise ConfigError(f"prefill_url={url!r} is not valid. Allowed: a URL, such as http://10.0.0.5:8000.")
         for name in ("log_prompts", "enable_log_outputs"):
             if getattr(self, name) and not self.enable_log_requests:
                 raise ConfigError(f"{name} needs enable_log_requests.")

@@ -20,6 +20,11 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 def check_start(options: ServerOptions, config: EngineConfig) -> None:
     """Check the options of a server that is being started, while its cores load the model. Raises ConfigError."""
     check_lora(options, has_adapters=config.lora.enable_lora)
+    if options.prefill_url is not None and config.kv_tiers.folder is None:
+        raise ConfigError(
+            "prefill_url needs kv_offload_dir, the folder to which blocks of that server come. Give it, and kv_peers "
+            "unless both servers have the same folder."
+        )
     MediaLoader.of(config.multimodal)
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     check_parsers(options, tokenizer)
