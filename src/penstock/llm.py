@@ -261,12 +261,13 @@ class LLM(PoolingMethods, SleepMethods, WeightTransfers, PrefixMethods, WorkerCa
         return beam_search(self._session, prompt_list, params, lambda: self._add_adapters(adapters))
 
     @also_from_vllm
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
+        reset_connector: let a KV connector forget its blocks, too; False if it cannot.
         """
-        return self._session.reset_prefix_cache(reset_running_requests)
+        return self._session.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def reset_mm_cache(self) -> None:
         """Forget what was made of images, audio and videos of earlier prompts."""

@@ -88,7 +88,7 @@ SERVE: dict[str, dict[str, Any]] = {
 }
 
 REFUSED = {
-    """vllm serve demo --kv-transfer-config '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'""": "KV transfer",
+    """vllm serve demo --kv-events-config '{"enable_kv_cache_events": true}'""": "KV transfer",
     "vllm serve demo --enable-nccl-comm-suspend": "what a sleeping engine keeps",
     "vllm serve demo --data-parallel-size 4 --data-parallel-address 10.0.0.1": "several nodes",
     "vllm serve demo --quantization bitsandbytes": "other quantization methods",

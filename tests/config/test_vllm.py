@@ -479,11 +479,9 @@ def test_arguments_of_methods_are_harmless_or_refused(name: str) -> None:
         (LLM, "generate", "trace_headers"),
         (LLM, "chat", "trace_headers"),
         (LLM, "beam_search", "trace_headers"),
-        (LLM, "reset_prefix_cache", "reset_connector"),
         (LLM, "start_profile", "delay_iterations"),
         (AsyncEngine, "generate", "trace_headers"),
         (AsyncEngine, "abort", "trace_headers"),
-        (AsyncEngine, "reset_prefix_cache", "reset_connector"),
         (AsyncEngine, "shutdown", "timeout"),
     ],
 )

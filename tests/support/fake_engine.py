@@ -96,7 +96,7 @@ class FakeCore:
     def has_unfinished_requests(self) -> bool:
         return bool(self.running)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         self.num_resets += 1
         return reset_running_requests or not self.running
 

@@ -618,10 +618,10 @@ REFUSED = {
         LLM(model="demo", otlp_traces_endpoint="grpc://localhost:4317")
         """,
     ],
-    "KV transfer between engines": [
+    "KV transfer by vLLM's own connectors": [
         """
         from vllm import LLM
-        LLM(model="demo", kv_transfer_config={"kv_connector": "SharedStorageConnector", "kv_role": "kv_both"})
+        LLM(model="demo", kv_events_config={"enable_kv_cache_events": True})
         """,
     ],
     "models and layers of vLLM's": [

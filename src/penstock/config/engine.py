@@ -17,6 +17,7 @@ from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.graphs import GraphConfig
+from penstock.config.kv_connector import KVConnectorConfig
 from penstock.config.kv_tiers import KVTierConfig
 from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
@@ -72,6 +73,7 @@ class EngineConfig:
     expert_stats: ExpertStatsConfig = field(default_factory=ExpertStatsConfig)
     sleep: SleepConfig = field(default_factory=SleepConfig)
     kv_tiers: KVTierConfig = field(default_factory=KVTierConfig)
+    kv_connector: KVConnectorConfig = field(default_factory=KVConnectorConfig)
     weight_transfer: WeightTransferConfig = field(default_factory=WeightTransferConfig)
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
@@ -95,6 +97,7 @@ class EngineConfig:
         self._check_recording()
         self._check_live_view()
         self._check_kv_tiers()
+        self._check_kv_connector()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -165,6 +168,19 @@ class EngineConfig:
                 f"{shown} with engines that another program starts (distributed_executor_backend="
                 "'external_launcher'), whose ranks would find blocks at different times. Leave it out."
             )
+
+    def _check_kv_connector(self) -> None:
+        """Refuse a KV connector with what would read or write blocks in another way, or at different times."""
+        if self.kv_connector.connector is None:
+            return
+        others = {
+            "kv_offload_dir": self.kv_tiers.folder is not None,
+            "record": self.recording.record is not None,
+            "distributed_executor_backend='external_launcher'": self.parallel.must_agree_on_time,
+        }
+        for name, is_given in others.items():
+            if is_given:
+                raise ConfigError(f"kv_transfer_config is not valid with {name}. Leave one of them out.")
 
     def _message_pieces(self, num_reqs: int) -> int:
         """Pieces of the message with the outcome of a step, from the last stage to another."""
@@ -270,6 +286,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "expert_stats": ExpertStatsConfig,
     "sleep": SleepConfig,
     "kv_tiers": KVTierConfig,
+    "kv_connector": KVConnectorConfig,
     "weight_transfer": WeightTransferConfig,
     "additional": AdditionalConfig,
 }

@@ -302,13 +302,14 @@ class AsyncEngine(
         return len(self._streams)
 
     @also_from_vllm
-    async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
+        reset_connector: let a KV connector forget its blocks, too; False if it cannot.
         """
         reset = self._dispatcher.core.reset_prefix_cache
-        return await self._thread.call("reset_prefix_cache", lambda: reset(reset_running_requests))
+        return await self._thread.call("reset_prefix_cache", lambda: reset(reset_running_requests, reset_connector))
 
     async def reset_mm_cache(self) -> None:
         """As `LLM.reset_mm_cache`, of this front end."""

@@ -104,9 +104,9 @@ class LLMEngine(AdapterMethods, SleepMethods, WeightTransfers, WorkerCalls[list[
         return len(self._running)
 
     @also_from_vllm
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `LLM.reset_prefix_cache`."""
-        return self._session.reset_prefix_cache(reset_running_requests)
+        return self._session.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def reset_mm_cache(self) -> None:
         """As `LLM.reset_mm_cache`."""

@@ -188,15 +188,16 @@ class Session:
                 # Logged and not raised, since it would hide the original error.
                 logger.exception("Could not abort %d requests", len(req_ids))
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
+        reset_connector: let a KV connector forget its blocks, too; False if it cannot.
         """
         with self._lock:
             self._check_open()
             with InterruptAfterwards():
-                return self._core.reset_prefix_cache(reset_running_requests)
+                return self._core.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def reset_mm_cache(self) -> None:
         """Forget what was made of the media of earlier prompts."""

@@ -143,6 +143,14 @@ class PagedKVCache:
         """Pages of a group's block, of all its layers on this rank: uint8 [page_size_bytes] each."""
         return [pages_NX[block_id] for pages_NX in self._pages_of_group[group]]
 
+    def pages_of_layers(self) -> dict[str, Tensor]:
+        """Pages of each layer with blocks on this rank, by its name: uint8 [num_blocks, page_size_bytes]."""
+        return {
+            name: pages
+            for group, of_group in zip(self.config.groups, self._pages_of_group, strict=True)
+            for name, pages in zip(group.layer_names, of_group, strict=True)
+        }
+
     def memory_of_blocks(self, pool: int, start: int, stop: int) -> Iterator[Tensor]:
         """Pages start .. stop of every allocation of a pool, contiguous: uint8 [stop - start, page_size_bytes]."""
         for pages_NX in self._pages[pool]:

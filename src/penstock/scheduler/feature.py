@@ -38,6 +38,12 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """
         return num_tokens
 
+    def request_ending(self, request: Request) -> None:  # noqa: B027
+        """Note that a request is about to end, while it still has its blocks, which the feature may hold on.
+
+        Not called for one that the scheduler breaks off.
+        """
+
     def request_ended(self, request: Request) -> None:  # noqa: B027
         """Note the end of a request, for whatever reason; its id may be used again."""
 
@@ -88,6 +94,10 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
 
     def before_reset(self) -> None:  # noqa: B027
         """Release blocks of the KV cache, and forget what is known of its content: the prefix cache is to be reset."""
+
+    def reset_connector(self) -> bool:
+        """Forget blocks that are kept outside of the KV cache, by a connector; whether that is done."""
+        return True
 
     def workers_replaced(self) -> None:  # noqa: B027
         """Note that workers are to be replaced: results of earlier steps and the KV cache are lost."""

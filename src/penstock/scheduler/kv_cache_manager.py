@@ -77,6 +77,7 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         blocks_need_next_token: bool = False,
     ) -> None:
+        self.config = kv_cache_config
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._blocks_need_next_token = blocks_need_next_token
@@ -138,6 +139,17 @@ class KVCacheManager:
     def holds_any(self, request: Request, blocks: Set[KVCacheBlock]) -> bool:
         """Whether the request has one of these blocks."""
         return any(not blocks.isdisjoint(of_group) for of_group in self._held[request.req_id].groups)
+
+    def blocks_before(self, request: Request, num_tokens: int) -> set[KVCacheBlock]:
+        """Blocks of a request's first tokens; none if it holds none."""
+        held = self._held.get(request.req_id)
+        if held is None:
+            return set()
+        return {
+            block
+            for group, blocks in zip(self.groups, held.groups, strict=True)
+            for block in blocks[: num_tokens // group.block_size]
+        }
 
     def whole_blocks(self, num_tokens: int) -> int:
         """Round down to a number of tokens that fills whole blocks in all groups."""

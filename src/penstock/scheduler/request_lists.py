@@ -76,16 +76,24 @@ class RequestLists:
 
     running: in service order; preempted from the end.
     finished_req_ids: ended requests that the worker still holds; the next step names them.
-    on_end: called with each request that has ended.
+    before_end: called with each request that is about to end, but for those that are broken off. on_end: called with
+        each request that has ended.
     """
 
-    def __init__(self, policy: str, kv_cache: KVCacheManager, on_end: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        policy: str,
+        kv_cache: KVCacheManager,
+        before_end: Callable[[Request], None],
+        on_end: Callable[[Request], None],
+    ) -> None:
         self.by_id: dict[str, Request] = {}
         self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.finished_req_ids: set[str] = set()
         self.num_preemptions = 0
         self._kv_cache = kv_cache
+        self._before_end = before_end
         self._on_end = on_end
         self._num_added = 0
 
@@ -141,6 +149,7 @@ class RequestLists:
         """End a request, waiting or running; idempotent."""
         if request.status is RequestStatus.FINISHED:
             return
+        self._before_end(request)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
             self._kv_cache.free(request)

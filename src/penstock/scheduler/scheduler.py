@@ -90,7 +90,7 @@ class Scheduler:
         )
         longest_chunk = None if config.enable_chunked_prefill else config.max_num_batched_tokens
         self._limits = LengthLimits(max_model_len, longest_chunk, self.kv_cache)
-        self._requests = RequestLists(config.policy, self.kv_cache, self._note_end)
+        self._requests = RequestLists(config.policy, self.kv_cache, self._note_ending, self._note_end)
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._next_step_id = 0
         self._num_computed_tokens = 0
@@ -101,6 +101,7 @@ class Scheduler:
         self._output_methods = methods_of(self.features, "parts_of_outputs")
         # Those of them that are called for results without parts, too.
         self._own_output_methods: list[_OutputMethod] = []
+        self._ending_methods = methods_of(self.features, "request_ending")
         self._end_methods = methods_of(self.features, "request_ended")
         self._sampling_methods = methods_of(self.features, "sampling_part")
         self._chunks = Chunks(self.features)
@@ -266,6 +267,14 @@ class Scheduler:
             self._in_flight.note_loaded(request, num_tokens)
         self._requests.wait_for(req_id, reason, is_there=True)
 
+    def loads_failed(self, num_loaded: Mapping[Request, int]) -> None:
+        """Restart requests that were admitted to the oldest step in flight with tokens whose KV its workers loaded.
+
+        num_loaded: tokens of each whose KV is right. Requests that read other blocks of theirs restart, too. Called
+        before the step's results are taken in.
+        """
+        self._in_flight.void_loads(num_loaded)
+
     def update_draft_token_ids(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """Set draft tokens for the next step of requests, after their last tokens, known or in flight.
 
@@ -363,10 +372,11 @@ class Scheduler:
             request.parts = parts
             request.block_hashes.clear()
 
-    def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, *, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Evict all cached prefixes; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: preempt the running requests first, which frees their blocks.
+        reset_running_requests: preempt the running requests first, which frees their blocks. reset_connector: let
+        features forget what they keep outside of the KV cache; False if one does not.
         """
         if reset_running_requests:
             self.preempt_all()
@@ -375,6 +385,9 @@ class Scheduler:
         is_reset = self.kv_cache.reset_prefix_cache()
         if not is_reset:
             logger.warning("The prefix cache was not reset, since requests hold blocks")
+        if reset_connector:
+            are_reset = [feature.reset_connector() for feature in self.features]
+            is_reset = is_reset and all(are_reset)
         return is_reset
 
     def call_for_all_outputs(self, parts_of_outputs: _OutputMethod) -> None:
@@ -418,6 +431,10 @@ class Scheduler:
         if self._has_placeholders and num_drafts_wanted:
             self._expect_drafts(step)
         return step
+
+    def _note_ending(self, request: Request) -> None:
+        for request_ending in self._ending_methods:
+            request_ending(request)
 
     def _note_end(self, request: Request) -> None:
         for request_ended in self._end_methods:

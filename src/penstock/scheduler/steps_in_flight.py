@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, islice
 
 from penstock.contract import ModelRunnerOutput, PooledOutput, SampledOutput, SchedulerOutput
 from penstock.errors import LifecycleError
 from penstock.scheduler.acceptance import SpecDecodeMetrics
+from penstock.scheduler.block_pool import KVCacheBlock
 from penstock.scheduler.draft_budget import DraftBudget
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -205,7 +206,22 @@ class StepsInFlight:
         """Restart requests that read blocks which failed requests of this step did not fill."""
         served = set(results.req_ids).difference(results.errors)
         failed = {request for req_id, request in zip(step.req_ids, step.requests, strict=True) if req_id not in served}
-        lost_blocks, misled = void_rows_that_read_lost_blocks(failed, [step, *self.steps.values()])
+        self._restart(*void_rows_that_read_lost_blocks(failed, [step, *self.steps.values()]))
+
+    def void_loads(self, num_loaded: Mapping[Request, int]) -> None:
+        """Drop the results of requests in the steps in flight, and restart them, with the blocks of so many tokens.
+
+        Restarts those that read their other blocks, too.
+        """
+        lost_blocks, misled = void_rows_that_read_lost_blocks(set(num_loaded), self.steps.values())
+        for step in self.steps.values():
+            step.void_rows |= {row for row, request in enumerate(step.requests) if request in num_loaded}
+        for request, num_tokens in num_loaded.items():
+            lost_blocks -= self._kv_cache.blocks_before(request, num_tokens)
+        self._restart(lost_blocks, misled | num_loaded.keys())
+
+    def _restart(self, lost_blocks: set[KVCacheBlock], misled: set[Request]) -> None:
+        """Forget the content of blocks, and restart requests that have read them."""
         self._kv_cache.forget_content(lost_blocks)
         for request in [request for request in self._requests.running if request in misled]:
             self.rewind_between_steps(request)

@@ -366,10 +366,7 @@ class Missing:
     instead: str
 
 
-MISSING = (
-    Missing("KV transfer", ("get_kv_connector_handshake_metadata",), "Run prefill and decode in one engine."),
-    Missing("elastic expert parallelism", ("elastic_ep_execute",), "Start the engine again with another size."),
-)
+MISSING = (Missing("elastic expert parallelism", ("elastic_ep_execute",), "Start the engine again with another size."),)
 
 
 def require(method: str) -> None:

@@ -60,7 +60,7 @@ class CoreClient(Protocol):
     def wake(self) -> None:
         """End `wait_for_work` at once; any thread may call it at any time."""
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks."""
 
     def collective_rpc(self, call: RpcCall) -> list[Any]:

@@ -373,13 +373,16 @@ class EngineCore:
             self._deployment.call_ends(call, is_done=True)
         return answers
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: preempt the running requests first, which frees their blocks.
+        reset_running_requests: preempt the running requests first, which frees their blocks. reset_connector: let a KV
+            connector forget its blocks, too; False if it cannot.
         """
         self._require_alive()
-        return self.scheduler.reset_prefix_cache(reset_running_requests=reset_running_requests)
+        return self.scheduler.reset_prefix_cache(
+            reset_running_requests=reset_running_requests, reset_connector=reset_connector
+        )
 
     def stats(self) -> SchedulerStats:
         """Current numbers of requests and KV-cache blocks."""

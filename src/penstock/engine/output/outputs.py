@@ -8,6 +8,7 @@ import msgspec
 
 from penstock.contract import ArrayBytes
 from penstock.features.hidden_states.messages import HiddenStates, OutputHiddenStates
+from penstock.features.kv_connector.messages import KVTransferResult
 from penstock.features.lora.request import LoRARequest
 from penstock.features.weight_transfer.messages import WeightVersion
 from penstock.scheduler.acceptance import SpecDecodeMetrics
@@ -143,6 +144,12 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     is_invalid: bool = False
     pooled_data: ArrayBytes | None = None
     lora_request: LoRARequest | None = None
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """What the KV connector returns with the end of the request, of its first output that has some."""
+        found = (output.parts.get(KVTransferResult.feature) for output in self.outputs)
+        return next((params for params in found if params is not None), None)
 
     @property
     def pooled(self) -> list[Any] | None:

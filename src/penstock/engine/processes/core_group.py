@@ -207,14 +207,14 @@ class CoreGroup:
         """End `step`, which then returns no outputs."""
         self._inbox.put(None)
 
-    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """As `CoreClient`, on all cores; the cache of a core that is being replaced is empty.
 
         False where requests hold blocks of any core; the caches of the other cores are cleared nevertheless.
         """
         with self._listening():
             self._check_running()
-            calls = self._call_running("reset_prefix_cache", reset_running_requests)
+            calls = self._call_running("reset_prefix_cache", reset_running_requests, reset_connector)
             are_reset = True
             for index, call in calls:
                 is_reset = call.lost is not None or result_of(call)

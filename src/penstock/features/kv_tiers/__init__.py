@@ -19,8 +19,8 @@ FEATURE = Feature(
     deployment_methods=("save_kv_prefix",),
     worker_methods=("kv_tier_folder", "move_kv_blocks"),
     counters={
-        "external_prefix_cache_queries": "Tokens of prompts that were looked up in kv_offload_dir.",
-        "external_prefix_cache_hits": "Tokens of prompts whose KV was loaded from kv_offload_dir.",
+        "external_prefix_cache_queries": "Tokens of prompts looked up in kv_offload_dir, or by a KV connector.",
+        "external_prefix_cache_hits": "Tokens of prompts whose KV came from kv_offload_dir or a KV connector.",
         "kv_tier_loaded_bytes": "Bytes of the KV cache that were read from kv_offload_dir, of one rank.",
         "kv_tier_saved_bytes": "Bytes of the KV cache that were written to kv_offload_dir, of one rank.",
         "kv_tier_failed_loads": "Blocks of kv_offload_dir that could not be read, and were computed instead.",

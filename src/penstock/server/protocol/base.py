@@ -176,6 +176,7 @@ class SamplingFields(GenerationFields):
 
     timeout: a stream that it ends has finish_reason "abort".
     request_id: replaces the random part of the response's id; two requests that run at once cannot share one.
+    kv_transfer_params: what the engine's KV connector, which alone knows them, does with the request's blocks.
     """
 
     stream_options: StreamOptions | None = None
@@ -187,6 +188,7 @@ class SamplingFields(GenerationFields):
     request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check_stream(self) -> SamplingFields:

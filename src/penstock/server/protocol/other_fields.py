@@ -48,7 +48,6 @@ OTHER_FIELDS: dict[str, OtherField] = {
     "length_penalty": OtherField((1, 1.0), "it belongs to beam search, which LLM.beam_search has"),
     "logits_processors": OtherField(([],), "the engine's option logits_processors loads them"),
     "media_io_kwargs": OtherField(({},), "it is an option of the engine"),
-    "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
 }
 
 _OF_TOKENS = 'it belongs to models that generate; `/pooling` with task="token_embed" returns a vector per token'
@@ -56,6 +55,7 @@ _OF_TOKENS = 'it belongs to models that generate; `/pooling` with task="token_em
 # Fields of the pooling routes.
 POOLING_OTHER_FIELDS: dict[str, OtherField] = {
     **OTHER_FIELDS,
+    "kv_transfer_params": OtherField((), "it belongs to models that generate"),
     "return_hidden_states": OtherField((False,), _OF_TOKENS),
     "hidden_states_layers": OtherField((), _OF_TOKENS),
 }

@@ -13,7 +13,7 @@ from penstock.server.protocol.other_fields import OtherField
 
 _OTHERS: dict[str, OtherField] = {
     "features": OtherField((), "models here read and write text"),
-    "kv_transfer_params": OtherField((), "KV caches are not sent between engines here"),
+    "kv_transfer_params": OtherField((), "`/v1/completions` has it"),
     "token_offsets": OtherField(None, "it changes no answer"),
     "assistant_tokens_mask": OtherField(None, "it changes no answer"),
 }

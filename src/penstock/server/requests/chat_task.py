@@ -19,6 +19,7 @@ from penstock.server.requests.conversation import render_request
 from penstock.server.requests.formats import choose_format
 from penstock.server.requests.generation import Submission
 from penstock.server.requests.hidden_states import hidden_states_parts
+from penstock.server.requests.kv_transfer import kv_transfer_parts
 from penstock.server.requests.sampling import chat_max_tokens, client_names, sampling_params, structured_outputs
 
 # Header of responses to requests whose tools no template shows.
@@ -57,7 +58,7 @@ def chat_task(model: ChatModel, request: ChatCompletionRequest, id: str) -> Chat
         shown=tools,
     )
     params = chat_params(request, model.default_params, form)
-    prompt = with_parts(render_request(model, request), hidden_states_parts(request))
+    prompt = with_parts(render_request(model, request), [*hidden_states_parts(request), *kv_transfer_parts(request)])
     headers = _TOLD_TOOLS if tools is not None and tools.are_told else {}
     return ChatTask(request, form, Submission(prompt, params, id, request.priority), headers)
 

@@ -27,6 +27,7 @@ from penstock.server.requests.answer import (
 from penstock.server.requests.chat_task import chat_client_names, prepare_chat
 from penstock.server.requests.generation import Generation
 from penstock.server.requests.hidden_states import beside_the_loop
+from penstock.server.requests.kv_transfer import kv_transfer_field
 from penstock.server.requests.logprobs import prompt_logprobs
 from penstock.server.requests.samples import Answer, AnswerSample, AnswerSamples, SamplePart
 from penstock.server.routes.common import answer_chat, logprobs_format, response_base, response_id, served_model
@@ -75,6 +76,7 @@ class ChatChoices:
         """Body of a response, from the last output."""
         choices = [self._whole_choice(part) for part in self._samples.push(output)]
         body = {**self._base, "choices": choices, "usage": self._samples.usage_data()}
+        body |= kv_transfer_field(output)
         if self._request.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if self._request.return_token_ids:

@@ -21,6 +21,7 @@ from penstock.server.protocol.completion import CompletionRequest
 from penstock.server.protocol.responses import COMPLETION_RESPONSES
 from penstock.server.requests.generation import Generation, Submission
 from penstock.server.requests.hidden_states import beside_the_loop, hidden_states_parts
+from penstock.server.requests.kv_transfer import kv_transfer_field, kv_transfer_parts
 from penstock.server.requests.logprobs import CompletionLogprobs, Row, prompt_logprobs
 from penstock.server.requests.samples import Usage, end_fields
 from penstock.server.requests.sampling import client_names, sampling_params
@@ -89,13 +90,13 @@ def prompt_of(given: str | list[int], request: CompletionRequest) -> Prompt:
         prompt["prompt"] = given if request.add_special_tokens else RenderedText(given)
     else:
         prompt["prompt_token_ids"] = given
-    return with_parts(prompt, hidden_states_parts(request))
+    return with_parts(prompt, [*hidden_states_parts(request), *kv_transfer_parts(request)])
 
 
 def embeddings_prompt_of(given: str, request: CompletionRequest) -> Prompt:
     """Prompt of a completion request, from embeddings."""
     prompt: PromptDict = {"cache_salt": request.cache_salt, "prompt_embeds": given}
-    return with_parts(prompt, hidden_states_parts(request))
+    return with_parts(prompt, [*hidden_states_parts(request), *kv_transfer_parts(request)])
 
 
 class CompletionChoices:
@@ -124,7 +125,8 @@ class CompletionChoices:
                 choice = self._choice(index, output, completion, is_first=True)
                 choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs) if self._returns_prompt else None
                 choices.append(choice)
-        return {**self._base, "choices": choices, "usage": self._usage.data()}
+        params = {name: value for output in outputs for name, value in kv_transfer_field(output).items()}
+        return {**self._base, "choices": choices, "usage": self._usage.data(), **params}
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """Events of a stream."""

@@ -1,0 +1,27 @@
+"""KV connectors: classes of users that load blocks of the KV cache from elsewhere, and save them there."""
+
+from __future__ import annotations
+
+from penstock.config import EngineConfig
+from penstock.contract.feature import Feature
+from penstock.features.kv_connector.messages import ConnectorResults, ConnectorStep, KVTransferPart, KVTransferResult
+
+
+def _has_connector(config: EngineConfig) -> bool:
+    return config.kv_connector.connector is not None
+
+
+FEATURE = Feature(
+    name="kv_connectors",
+    is_on=_has_connector,
+    parts=(KVTransferPart, KVTransferResult, ConnectorStep, ConnectorResults),
+    scheduler_side="penstock.features.kv_connector.scheduling:ConnectorScheduling",
+    worker_side="penstock.features.kv_connector.worker:ConnectorWorker",
+    worker_methods=("get_kv_connector_handshake_metadata", "kv_connector_output"),
+    counters={
+        "external_prefix_cache_queries": "Tokens of prompts looked up in kv_offload_dir, or by a KV connector.",
+        "external_prefix_cache_hits": "Tokens of prompts whose KV came from kv_offload_dir or a KV connector.",
+        "kv_connector_failed_loads": "Requests whose blocks a KV connector could not load.",
+    },
+    how_to_turn_on="Start the engine with kv_transfer_config, which names a KV connector.",
+)

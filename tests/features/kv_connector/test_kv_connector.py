@@ -1,0 +1,367 @@
+"""KV connectors: what they load has the bits of what is computed, and their failures are those of no other request."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from features.kv_connector.memory_connector import STORES
+from penstock.contract import Parts, RpcCall, SamplingParams, part_of
+from penstock.engine.core.engine_core import EngineCore
+from penstock.errors import ConfigError
+from penstock.features.kv_connector.messages import KVTransferPart, KVTransferResult
+from penstock.scheduler.outputs import EngineCoreOutput
+from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
+from support.disturbed_workers import FailingWorker
+from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+
+VOCAB = 97
+PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=VOCAB)
+# Whole blocks of 16 tokens without the last token.
+NUM_LOADED = 64 + 96 + 32
+MODULE = "features.kv_connector.memory_connector"
+
+
+@pytest.fixture(autouse=True)
+def empty_stores() -> Iterator[None]:
+    STORES.clear()
+    yield
+    STORES.clear()
+
+
+def transfer(policy: str = "recompute", **extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "MemoryConnector",
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": extra,
+    }
+
+
+@contextlib.contextmanager
+def engine(model: Path, config: dict[str, Any] | None, **options: Any) -> Iterator[EngineCore]:
+    core = make_core(model, kv_transfer_config=config, **options)
+    try:
+        yield core
+    finally:
+        core.close()
+
+
+def answers(core: EngineCore, prompts: Sequence[Sequence[int]] = PROMPTS, max_tokens: int = 12) -> list[Result]:
+    return run(core, prompts, greedy(max_tokens, logprobs=2))
+
+
+def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
+    return [(result.tokens, result.logprobs) for result in one] == [
+        (result.tokens, result.logprobs) for result in other
+    ]
+
+
+def counter(core: EngineCore, name: str) -> int:
+    return core.stats().counters[name]
+
+
+def drain(core: EngineCore) -> None:
+    """Let transfers end."""
+    for _ in range(10_000):
+        if not core.scheduler.kv_cache.num_used_blocks:
+            return
+        core.step()
+        time.sleep(0.001)
+    raise AssertionError("blocks are held")
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("llama", {}),
+    "windows": ("gemma2", {}),
+    "latents": ("deepseek_v3", {}),
+    "int8-cache": ("llama", {"kv_cache_dtype": "int8"}),
+    "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "asynchronous": ("llama", {"async_scheduling": True}),
+}
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_a_new_engine_loads_what_an_earlier_one_saved(tmp_path: Path, case: str, beside: int) -> None:
+    family, options = CASES[case]
+    save_checkpoint(tiny_model(family), tmp_path / "model")
+    with engine(tmp_path / "model", None, **options) as core:
+        expected = answers(core)
+    for num_loaded in (0, NUM_LOADED):
+        with engine(tmp_path / "model", transfer(beside=beside), **options) as core:
+            assert same(answers(core), expected)
+            assert counter(core, "external_prefix_cache_hits") == num_loaded
+            core.scheduler.kv_cache.check_integrity()
+            assert not core.scheduler.kv_cache.num_used_blocks
+
+
+def fill(model: Path, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> list[Result]:
+    """Let an engine save the prompts' blocks, and end."""
+    with engine(model, transfer(), **options) as core:
+        return answers(core, prompts)
+
+
+IN_STEPS_AND_BESIDE = {"beside": 0}, {"beside": 2}
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 3])
+@pytest.mark.parametrize("extra", IN_STEPS_AND_BESIDE, ids=str)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_requests_compute_what_cannot_be_loaded(
+    tmp_path: Path, extra: dict[str, Any], fails_at: int, asynchronous: bool
+) -> None:
+    tiny_checkpoint(tmp_path)
+    # Two of one prompt: the second one finds the blocks of the first in the same step.
+    prompts = [*PROMPTS, [*PROMPTS[1][:96], 5, 6]]
+    expected = fill(tmp_path, prompts)
+    config = transfer(fails_at=fails_at, **extra)
+    with engine(tmp_path, config, async_scheduling=asynchronous, max_num_batched_tokens=256) as core:
+        assert same(answers(core, prompts), expected)
+        # A prompt of fewer blocks is loaded.
+        assert counter(core, "kv_connector_failed_loads") >= (3 if fails_at < 2 else 2)
+        core.scheduler.kv_cache.check_integrity()
+        # What was right of a load, and what was computed, is in the prefix cache.
+        assert same(answers(core, prompts), expected)
+        assert core.scheduler.kv_cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("extra", IN_STEPS_AND_BESIDE, ids=str)
+def test_requests_end_where_blocks_cannot_be_loaded_and_others_go_on(tmp_path: Path, extra: dict[str, Any]) -> None:
+    tiny_checkpoint(tmp_path)
+    expected = fill(tmp_path)
+    with engine(tmp_path, transfer("fail", fails_at=2, **extra), max_num_batched_tokens=256) as core:
+        results = answers(core)
+        assert "The KV cache of 64 tokens could not be loaded" in (results[0].error or "")
+        assert "The KV cache of 96 tokens could not be loaded" in (results[1].error or "")
+        assert same(results[2:], expected[2:])
+        core.scheduler.kv_cache.check_integrity()
+        assert core.scheduler.kv_cache.num_used_blocks == 0
+
+
+def test_a_request_that_is_aborted_during_its_load_gives_its_blocks_back_at_its_end(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    expected = fill(tmp_path)
+    with engine(tmp_path, transfer(beside=20)) as core:
+        add(core, "gone", PROMPTS[0], greedy(4))
+        add(core, "stays", PROMPTS[1], greedy(12, logprobs=2))
+        core.step()
+        core.abort_requests(["gone"])
+        assert core.scheduler.kv_cache.num_used_blocks == 4 + 6
+        results: dict[str, Result] = {}
+        finish(core, results)
+        assert same([results["stays"]], [expected[1]])
+        drain(core)
+        core.scheduler.kv_cache.check_integrity()
+
+
+def test_blocks_of_ended_requests_are_kept_until_they_are_sent(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    with engine(tmp_path, transfer(keeps=30)) as core:
+        answers(core)
+        assert core.scheduler.kv_cache.num_used_blocks > 10
+        assert not core.reset_prefix_cache()
+        drain(core)
+        core.scheduler.kv_cache.check_integrity()
+        assert core.reset_prefix_cache()
+        assert STORES["default"]
+        assert core.reset_prefix_cache(reset_connector=True)
+        assert not STORES["default"]
+
+
+def test_a_connector_that_answers_later_holds_up_no_others(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    expected = fill(tmp_path)
+    with engine(tmp_path, transfer(later=5)) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") == NUM_LOADED
+
+
+class FailingDuringLoads(FailingWorker):
+    """Fails while blocks are loaded, or kept, once."""
+
+
+@pytest.mark.parametrize("extra", [{"beside": 0}, {"beside": 3}, {"keeps": 9}], ids=str)
+@pytest.mark.parametrize("step", [0, 1, 2, 9])
+def test_requests_begin_anew_where_a_worker_fails(tmp_path: Path, extra: dict[str, Any], step: int) -> None:
+    tiny_checkpoint(tmp_path)
+    expected = fill(tmp_path)
+    FailingDuringLoads.fails_at = {("execute", step)}
+    with engine(tmp_path, transfer(**extra), worker_cls=f"{__name__}.FailingDuringLoads") as core:
+        assert same(answers(core), expected)
+        assert not FailingDuringLoads.fails_at
+        drain(core)
+        core.scheduler.kv_cache.check_integrity()
+
+
+@pytest.mark.parametrize("extra", [{}, {"beside": 2, "keeps": 3}, {"fails_at": 2}, {"beside": 1, "later": 1}], ids=str)
+@pytest.mark.parametrize("case", ["full", "windows"])
+def test_random_schedules_in_a_small_cache(tmp_path: Path, case: str, extra: dict[str, Any]) -> None:
+    """Requests that come, end and are aborted at random, with common prefixes, preemption and resets."""
+    family, options = CASES[case]
+    save_checkpoint(tiny_model(family), tmp_path)
+    choose = random.Random(3)
+    stems = random_prompts([40, 64, 50], vocab_size=VOCAB)
+    tails = random_prompts([choose.randint(1, 40) for _ in range(12)], vocab_size=VOCAB, seed=7)
+    prompts = [[*choose.choice(stems), *tail] for tail in tails]
+    params = greedy(8)
+    with engine(tmp_path, None, **options) as core:
+        expected = [run(core, [prompt], params)[0].tokens for prompt in prompts]
+    for _ in range(2):
+        with engine(tmp_path, transfer(**extra), num_blocks=24, max_num_seqs=4, **options) as core:
+            for _ in range(2):
+                _run_at_random(core, prompts, params, expected, choose)
+            drain(core)
+            core.scheduler.kv_cache.check_integrity()
+
+
+def _run_at_random(
+    core: EngineCore,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams,
+    expected: Sequence[Sequence[int]],
+    choose: random.Random,
+) -> None:
+    drain(core)
+    order, results, aborted = choose.sample(range(len(prompts)), len(prompts)), dict[str, Result](), set[str]()
+
+    def take(outputs: Sequence[EngineCoreOutput]) -> None:
+        for output in outputs:
+            results.setdefault(output.req_id, Result()).take(output)
+
+    for _ in range(5000):
+        if not order and not core.has_unfinished_requests():
+            break
+        if order and choose.random() < 0.3:
+            index = order.pop()
+            add(core, str(index), prompts[index], params)
+            if choose.random() < 0.2:
+                aborted.add(str(index))
+        if aborted and choose.random() < 0.1:
+            take(core.abort_requests([choose.choice(sorted(aborted))]))
+        if choose.random() < 0.02:
+            core.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
+        take(core.step())
+        core.scheduler.kv_cache.check_integrity()
+        core.wait_for_work()
+    assert len(results) == len(prompts)
+    for name, result in results.items():
+        if name not in aborted:
+            assert result.tokens == expected[int(name)]
+
+
+def test_several_connectors_save_all_and_load_from_the_first_that_has_blocks(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    one, two = transfer(store="one", keeps=2), transfer(store="two", beside=2, keeps=5)
+    several = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connectors": [one, two]},
+    }
+    with engine(tmp_path, several) as core:
+        expected = answers(core)
+        drain(core)
+    assert STORES["one"].keys() == STORES["two"].keys()
+    assert STORES["one"]
+    STORES["one"].clear()
+    for num_beside in (NUM_LOADED, 0):
+        with engine(tmp_path, several) as core:
+            assert same(answers(core), expected)
+            assert counter(core, "external_prefix_cache_hits") == NUM_LOADED
+            drain(core)
+        # The second one has filled the first one again, but for the blocks that were loaded.
+        assert num_beside == 0 or STORES["one"].keys() <= STORES["two"].keys()
+        STORES["one"].update(STORES["two"])
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ({"kv_connector": "X"}, {}, "kv_transfer_config has no 'kv_role'"),
+        (
+            {"kv_connector": "X", "kv_role": "both"},
+            {},
+            "kv_role of kv_transfer_config='both' is not valid. Allowed: kv_",
+        ),
+        ({**transfer(), "kv_load": 1}, {}, "kv_transfer_config has 'kv_load'. Allowed: kv_connector, kv_role"),
+        (transfer("later"), {}, "kv_load_failure_policy of kv_transfer_config='later'"),
+        ("{", {}, "kv_transfer_config='{' is not JSON"),
+        (
+            {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+            {},
+            "kv_connector='NixlConnector' does not come with",
+        ),
+        ({**transfer(), "kv_connector": "STORES"}, {}, "'STORES' of features.kv_connector.memory_connector is not a"),
+        ({**transfer(), "kv_connector_module_path": "no.where"}, {}, "kv_connector_module_path='no.where' cannot be"),
+        (transfer(), {"kv_offload_dir": "."}, "kv_transfer_config is not valid with kv_offload_dir"),
+    ],
+)
+def test_options_are_checked(tmp_path: Path, config: Any, options: dict[str, Any], message: str) -> None:
+    tiny_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_core(tmp_path, kv_transfer_config=config, **options)
+
+
+def test_models_whose_blocks_cannot_be_loaded_are_refused(tmp_path: Path) -> None:
+    save_checkpoint(tiny_model("lfm2"), tmp_path)
+    with pytest.raises(ConfigError, match="a model with recurrent states or cross attention, whose blocks cannot be"):
+        make_core(tmp_path, kv_transfer_config=transfer())
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_interpreters
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_the_connector_of_the_page_serves_several_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any]
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "kv_connectors.md").read_text()
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "blocks").mkdir()
+    code = page.partition("<!-- file: folder_connector.py -->\n```python\n")[2].partition("```")[0]
+    (tmp_path / "modules" / "folder_connector.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    tiny_checkpoint(tmp_path / "model")
+    config = {
+        "kv_connector": "FolderConnector",
+        "kv_connector_module_path": "folder_connector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"folder": str(tmp_path / "blocks")},
+    }
+    with engine(tmp_path / "model", None, **ranks) as core:
+        expected = answers(core)
+    for num_loaded in (0, NUM_LOADED):
+        with engine(tmp_path / "model", config, **ranks) as core:
+            assert same(answers(core), expected)
+            assert counter(core, "external_prefix_cache_hits") == num_loaded
+    # A block that one rank cannot load is computed by both.
+    for path in list((tmp_path / "blocks").glob("*-1.safetensors"))[::3]:
+        path.write_bytes(b"damaged")
+    with engine(tmp_path / "model", config, **ranks) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "kv_connector_failed_loads") > 0
+
+
+def test_a_request_and_its_response_have_parameters_for_the_connector(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path)
+    with engine(tmp_path, transfer()) as core:
+        parts = Parts.of([KVTransferPart(params={"peer": "a"})])
+        add(core, "one", PROMPTS[0], greedy(4), parts=parts)
+        outputs = []
+        while core.has_unfinished_requests():
+            outputs += core.step()
+        part = part_of(outputs[-1].parts, KVTransferResult)
+        assert part is not None
+        assert part.params == {"finish_reason": "length", "given": {"peer": "a"}}
+        assert core.collective_rpc(RpcCall("get_kv_connector_handshake_metadata")) == [None]
