@@ -91,7 +91,7 @@ def test_an_id_may_wait_again_after_it_was_removed() -> None:
 
 def test_a_version_never_comes_back_even_if_as_many_requests_run_as_before() -> None:
     kv_cache = KVCacheManager(cache_config(20), enable_prefix_caching=False, max_num_batched_tokens=16)
-    lists = RequestLists("fcfs", kv_cache, lambda _: None)
+    lists = RequestLists("fcfs", kv_cache, lambda _: None, lambda _: None)
     versions = [lists.version]
 
     def admit() -> None:
