@@ -184,7 +184,7 @@ class Peers:
                 with self._connected(address) as socket:
                     socket.send(msgspec.msgpack.encode(_Question(list(paths))))
                     answer = _received(socket)
-            except (zmq.ZMQError, PenstockError) as error:
+            except Exception as error:  # whatever it is, the request that waits for the answer goes on
                 self._pause(address, error)
                 continue
             if any(answer):
@@ -205,7 +205,7 @@ class Peers:
                     if content:
                         _write(self._root / path, content)
                         total += len(content)
-        except (zmq.ZMQError, PenstockError, OSError) as error:
+        except Exception as error:  # as in `_find`
             self._pause(address, error)
         return total
 

@@ -6,13 +6,12 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from penstock.config.kv_tiers import KVTierConfig
 from penstock.contract import Part, RpcCall, SamplingParams
-from penstock.errors import ConfigError, PenstockError
+from penstock.errors import PenstockError
+from penstock.features.kv_tiers.copies import PEER, Copies
 from penstock.features.kv_tiers.files import FolderLimit, path_of
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
@@ -22,13 +21,9 @@ from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.scheduler.state_pool import StatePool
 
-if TYPE_CHECKING:
-    from penstock.features.kv_tiers.peers import Peers, PeerServer
-
 logger = logging.getLogger(__name__)
 # Reason for which a request waits.
 _LOAD = "blocks from kv_offload_dir"
-_PEER = "blocks of another engine"
 # Block id of a block that is in a folder.
 _IN_FOLDER = -1
 # Interval at which full blocks are saved, and at which a core with requests asks for the results.
@@ -109,12 +104,7 @@ class TierScheduling(SchedulerFeature):
         self._ask_at = self._save_at = self._paused_until = 0.0
         self._timer: threading.Timer | None = None
         self._counts = dict.fromkeys(_COUNTS, 0)
-        # Preemptions of requests for which peers were asked; and paths that a peer has, during a look-up.
-        self._asked: dict[str, int] = {}
-        self._at_peer: set[str] = set()
-        self._root, tiers = folder, config.kv_tiers
-        self._peers = self._connect(tiers) if tiers.kv_peers else None
-        self._server = None if tiers.kv_listen is None else self._listen(tiers, config.parallel.data_parallel_size)
+        self._copies = Copies(services, self)
 
     # Loads.
 
@@ -123,8 +113,8 @@ class TierScheduling(SchedulerFeature):
             return _LOAD
         if self._tried.get(request.req_id) == request.num_preemptions or not _has_lasting_keys(request):
             return None
-        if self._peers is not None and self._asks_peers(request):
-            return _PEER
+        if self._copies.begin(request):
+            return PEER
         self._tried[request.req_id] = request.num_preemptions
         local = self._kv_cache.get_computed_blocks(request)
         hit = self._kv_cache.find_with(request, self._find)
@@ -133,91 +123,34 @@ class TierScheduling(SchedulerFeature):
             return None
         return _LOAD if self._begin_load(request.req_id, hit, hit.num_tokens - local.num_tokens) else None
 
-    def _find(self, key: BlockKey) -> KVCacheBlock | None:
-        """A block that stands for one in the folder; None if it is not there."""
+    def _find(self, key: BlockKey, others: Collection[str] = ()) -> KVCacheBlock | None:
+        """A block that stands for one in the folder; None if it is not there. others: paths that count as there."""
         path = path_of(self._folder, key)
-        if key not in self._loading and path not in self._at_peer and not os.path.exists(path):
+        if key not in self._loading and path not in others and not os.path.exists(path):
             return None
         found = KVCacheBlock(_IN_FOLDER)
         found.key = key
         return found
 
-    # Blocks of other engines, which come to the folder first.
+    # The folder, for blocks of other engines.
 
-    def _listen(self, tiers: KVTierConfig, num_engines: int) -> PeerServer | None:
-        """Answer other engines. Of engines beside each other, which have one folder, the first one does."""
-        from penstock.features.kv_tiers.peers import PeerServer
+    def paths_missing(self, request: Request) -> list[str]:
+        keys = [key for key in self._kv_cache.keys_of(request) if self._kv_cache.groups[key[0]].pool.find(key) is None]
+        paths = (path_of(folder, key) for key in keys for folder in self._folders_of_ranks)
+        return [path for path in paths if not os.path.exists(path)]
 
-        assert tiers.folder is not None
-        assert tiers.kv_listen is not None
-        try:
-            return PeerServer(tiers.folder, tiers.kv_listen, tiers.read_secret(), self._names_to_come)
-        except ConfigError:
-            if num_engines == 1:
-                raise
-            return None
+    def paths_of_hit(self, request: Request, others: Collection[str]) -> list[str]:
+        hit = self._kv_cache.find_with(request, lambda key: self._find(key, others))
+        keys = [block.key for blocks in hit.blocks for block in blocks if block.block_id == _IN_FOLDER]
+        return [path_of(folder, key) for key in keys if key is not None for folder in self._folders_of_ranks]
 
-    def _connect(self, tiers: KVTierConfig) -> Peers:
-        from penstock.features.kv_tiers.peers import Peers
+    def note_copied(self, num_bytes: int) -> None:
+        self._counts["kv_tier_copied_bytes"] += num_bytes
+        self._limit.note_written(num_bytes)
 
-        return Peers(self._root, tiers.kv_peers, tiers.read_secret())
-
-    def _names_to_come(self) -> set[str]:
-        """Names of the files that are about to be written; called by another thread."""
+    def names_to_come(self) -> set[str]:
         fresh, saves = list(self._fresh.values()), list(self._saves.values())
         return {os.path.basename(path_of("", key)) for key in (*(key for key, _ in fresh), *(one.key for one in saves))}
-
-    def _asks_peers(self, request: Request) -> bool:
-        """Whether a request waits for an answer of peers, which are asked once."""
-        peers = self._peers
-        assert peers is not None
-        if self._asked.get(request.req_id) == request.num_preemptions:
-            return False
-        self._asked[request.req_id] = request.num_preemptions
-        if request.needs_all_of_prompt or not peers.can_be_asked:
-            return False
-        paths = [
-            path_of(folder, key)
-            for key in self._kv_cache.keys_of(request)
-            for folder in self._folders_of_ranks
-            if self._kv_cache.groups[key[0]].pool.find(key) is None
-        ]
-        wanted = [path for path in paths if not os.path.exists(path)]
-        if not wanted:
-            return False
-        req_id, num_preemptions = request.req_id, request.num_preemptions
-        names = [os.path.relpath(path, self._root) for path in wanted]
-
-        def found(address: str, there: set[str]) -> None:
-            self._services.call_soon(lambda: self._copy(req_id, num_preemptions, address, there))
-
-        peers.find(names, found)
-        return True
-
-    def _copy(self, req_id: str, num_preemptions: int, address: str, there: set[str]) -> None:
-        """Copy what a request's hit would have of a peer's blocks; the request is looked up then."""
-        request = next((one for one in self._scheduler.unfinished_requests() if one.req_id == req_id), None)
-        if request is None or request.num_preemptions != num_preemptions:
-            return
-        self._at_peer = {str(self._root / name) for name in there}
-        hit = self._kv_cache.find_with(request, self._find)
-        keys = [block.key for blocks in hit.blocks for block in blocks if block.block_id == _IN_FOLDER]
-        self._at_peer = set()
-        paths = [path_of(folder, key) for key in keys if key is not None for folder in self._folders_of_ranks]
-        names = [name for path in paths if (name := os.path.relpath(path, self._root)) in there]
-
-        def copied(num_bytes: int) -> None:
-            self._limit.note_written(num_bytes)
-            self._services.call_soon(lambda: self._note_copied(req_id, num_bytes))
-
-        if names and self._peers is not None:
-            self._peers.copy(address, names, copied)
-        else:
-            self._scheduler.ready(req_id, _PEER)
-
-    def _note_copied(self, req_id: str, num_bytes: int) -> None:
-        self._counts["kv_tier_copied_bytes"] += num_bytes
-        self._scheduler.ready(req_id, _PEER)
 
     def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int) -> bool:
         """Load the blocks of a hit that are in the folder; False if there is no room. num_tokens: that these give."""
@@ -278,7 +211,7 @@ class TierScheduling(SchedulerFeature):
     def request_ended(self, request: Request) -> None:
         self._tried.pop(request.req_id, None)
         self._waiting.pop(request.req_id, None)
-        self._asked.pop(request.req_id, None)
+        self._copies.request_ended(request)
         if self._fresh or self._is_busy:
             # A core without requests has no turn by itself.
             self._services.call_soon(self._save_now)
@@ -464,10 +397,7 @@ class TierScheduling(SchedulerFeature):
                 self._finish()
         except PenstockError as error:
             logger.info("The last blocks of the KV cache are not saved: %s", error)
-        if self._server is not None:
-            self._server.close()
-        if self._peers is not None:
-            self._peers.close()
+        self._copies.close()
         self._limit.close()
 
 
