@@ -140,6 +140,11 @@ class KVCacheManager:
         """Whether the request has one of these blocks."""
         return any(not blocks.isdisjoint(of_group) for of_group in self._held[request.req_id].groups)
 
+    def block_hashes(self, request: Request) -> Sequence[bytes]:
+        """Hashes of a request's known tokens up to the end of each block, of the smallest size of all groups."""
+        self._hasher.extend(request)
+        return request.block_hashes
+
     def blocks_before(self, request: Request, num_tokens: int) -> set[KVCacheBlock]:
         """Blocks of a request's first tokens; none if it holds none."""
         held = self._held.get(request.req_id)

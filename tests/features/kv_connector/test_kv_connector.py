@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "int8-cache": ("llama", {"kv_cache_dtype": "int8"}),
     "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "asynchronous": ("llama", {"async_scheduling": True}),
+    "without-prefix-cache": ("llama", {"enable_prefix_caching": False}),
 }
 
 

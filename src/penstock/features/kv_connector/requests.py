@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.contract import part_of
 from penstock.features.kv_connector.messages import KVTransferPart
+from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request
 
 
@@ -25,8 +26,8 @@ class KVCacheBlocks:
 class ConnectorRequest:
     """A request. Compared by its id."""
 
-    def __init__(self, request: Request, *, has_ended: bool = False) -> None:
-        self._request, self._has_ended = request, has_ended
+    def __init__(self, request: Request, kv_cache: KVCacheManager, *, has_ended: bool = False) -> None:
+        self._request, self._kv_cache, self._has_ended = request, kv_cache, has_ended
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ConnectorRequest) and other.request_id == self.request_id
@@ -74,8 +75,8 @@ class ConnectorRequest:
     @property
     def block_hashes(self) -> Sequence[bytes]:
         """Hashes of all tokens up to the end of each block, and of what else the blocks depend on, such as adapters,
-        images and the salt; none with enable_prefix_caching=False."""
-        return self._request.block_hashes
+        images and the salt."""
+        return self._kv_cache.block_hashes(self._request)
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:

@@ -102,6 +102,9 @@ class ConnectorScheduling(SchedulerFeature):
         if metadata:
             made.set_xfer_handshake_metadata(metadata)
 
+    def _view(self, request: Request, *, has_ended: bool = False) -> ConnectorRequest:
+        return ConnectorRequest(request, self._kv_cache, has_ended=has_ended)
+
     def request_added(self, request: Request) -> None:
         self._requests[request.req_id] = request
 
@@ -121,7 +124,7 @@ class ConnectorScheduling(SchedulerFeature):
         if request.needs_all_of_prompt or self._kv_cache.holds(request):
             return None
         num_local = self._kv_cache.get_computed_blocks(request).num_tokens
-        num_found, is_beside = self._connector.get_num_new_matched_tokens(ConnectorRequest(request), num_local)
+        num_found, is_beside = self._connector.get_num_new_matched_tokens(self._view(request), num_local)
         if num_found is None:
             self._look_up_at = time.monotonic() + _TELL_S
             return _LOOKUP
@@ -153,7 +156,7 @@ class ConnectorScheduling(SchedulerFeature):
     def _tell_blocks(self, load: _Load) -> None:
         self._has_news = True
         blocks, num_external = KVCacheBlocks(load.block_ids), load.num_tokens - load.num_local
-        self._connector.update_state_after_alloc(ConnectorRequest(load.request), blocks, num_external)
+        self._connector.update_state_after_alloc(self._view(load.request), blocks, num_external)
 
     def part_of_step(self, message: SchedulerOutput) -> Part | None:
         for new in message.scheduled_new_reqs:
@@ -236,7 +239,7 @@ class ConnectorScheduling(SchedulerFeature):
         if req_id in self._due:
             # It never ran.
             del self._due[req_id]
-        connector, view = self._made, ConnectorRequest(request, has_ended=True)
+        connector, view = self._made, self._view(request, has_ended=True)
         if connector is None:
             return
         if isinstance(connector, SupportsHMA):
