@@ -140,6 +140,14 @@ class Parts(dict[str, Part]):
         return all(part.may_repeat for part in self.values())
 
     @property
+    def have_lasting_keys(self) -> bool:
+        """Whether the keys of a request's blocks mean the same to other engines, and after a restart."""
+        return all(
+            part.has_lasting_keys or not (part.block_keys() or type(part).keys_of_block is not Part.keys_of_block)
+            for part in self.values()
+        )
+
+    @property
     def need_all_tokens(self) -> bool:
         """Whether a part needs all tokens computed."""
         return any(part.needs_all_tokens for part in self.values())

@@ -120,6 +120,11 @@ class Request:
         return 0 if self.parts is None else self.parts.source_length
 
     @property
+    def has_lasting_keys(self) -> bool:
+        """Whether the hashes of its blocks mean the same to other engines, and after a restart."""
+        return self.parts is None or self.parts.have_lasting_keys
+
+    @property
     def needs_all_of_prompt(self) -> bool:
         """Whether the whole prompt must be computed, without prefix-cache hits."""
         if self.parts is not None and self.parts.need_all_tokens:

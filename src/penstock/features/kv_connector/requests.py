@@ -79,6 +79,11 @@ class ConnectorRequest:
         return self._kv_cache.block_hashes(self._request)
 
     @property
+    def has_lasting_keys(self) -> bool:
+        """Whether these hashes mean the same to other engines, and after a restart; those of adapters do not."""
+        return self._request.has_lasting_keys
+
+    @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
         """What the caller gave for the connector."""
         part = part_of(self._request.parts, KVTransferPart)

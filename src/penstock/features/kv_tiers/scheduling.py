@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.contract import Part, RpcCall, SamplingParams
+from penstock.contract import RpcCall, SamplingParams
 from penstock.errors import PenstockError
 from penstock.features.kv_tiers.copies import PEER, Copies
 from penstock.features.kv_tiers.files import FolderLimit, path_of
@@ -111,7 +111,7 @@ class TierScheduling(SchedulerFeature):
     def skips(self, request: Request) -> str | None:
         if request.req_id in self._waiting:
             return _LOAD
-        if self._tried.get(request.req_id) == request.num_preemptions or not _has_lasting_keys(request):
+        if self._tried.get(request.req_id) == request.num_preemptions or not request.has_lasting_keys:
             return None
         if self._copies.begin(request):
             return PEER
@@ -223,7 +223,7 @@ class TierScheduling(SchedulerFeature):
     # Saves.
 
     def _note_cached(self, request: Request, blocks: list[KVCacheBlock]) -> None:
-        if not _has_lasting_keys(request):
+        if not request.has_lasting_keys:
             return
         if not self._fresh:
             self._save_at = time.monotonic() + _SAVE_S
@@ -399,11 +399,3 @@ class TierScheduling(SchedulerFeature):
             logger.info("The last blocks of the KV cache are not saved: %s", error)
         self._copies.close()
         self._limit.close()
-
-
-def _has_lasting_keys(request: Request) -> bool:
-    """Whether the keys of a request's blocks mean the same to other engines, and after a restart."""
-    return request.parts is None or all(
-        part.has_lasting_keys or not (part.block_keys() or type(part).keys_of_block is not Part.keys_of_block)
-        for part in request.parts.values()
-    )
