@@ -267,6 +267,10 @@ class Scheduler:
             self._in_flight.note_loaded(request, num_tokens)
         self._requests.wait_for(req_id, reason, is_there=True)
 
+    def name_ended(self, req_id: str) -> None:
+        """Let the next step name a request that ends to the workers, though they may not hold it."""
+        self._requests.finished_req_ids.add(req_id)
+
     def loads_failed(self, num_loaded: Mapping[Request, int]) -> None:
         """Restart requests that were admitted to the oldest step in flight with tokens whose KV its workers loaded.
 

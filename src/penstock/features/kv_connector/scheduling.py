@@ -253,6 +253,9 @@ class ConnectorScheduling(SchedulerFeature):
             self._results[req_id] = KVTransferResult(params=params)
             self._scheduler.call_for_all_outputs(self.parts_of_outputs)
         self._ended.append(req_id)
+        # A core without requests has one more turn, for the workers' sides.
+        self._scheduler.name_ended(req_id)
+        self._services.call_soon(self._note_turn)
 
     def request_ended(self, request: Request) -> None:
         self._requests.pop(request.req_id, None)
@@ -279,6 +282,9 @@ class ConnectorScheduling(SchedulerFeature):
             self._timer = threading.Timer(_TELL_S, self._services.call_soon, (self._end_timer,))
             self._timer.daemon = True
             self._timer.start()
+
+    def _note_turn(self) -> None:
+        self._has_news = True
 
     def _end_timer(self) -> None:
         self._timer = None
