@@ -15,6 +15,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ def main() -> None:
     print(described(machine(given.threads)))
     with tempfile.TemporaryDirectory(dir=given.work_dir) as temporary:
         shape = SHAPES[given.shape]
+        config = {**shape.config, "max_position_embeddings": 1 << 15}
+        shape = replace(shape, name=f"{shape.name}-long", config=config)
         folder = make(given.work_dir or Path(temporary), shape, "bfloat16")
 
         def load(**options: Any) -> LLM:

@@ -30,8 +30,8 @@ _IN_FOLDER = -1
 _SAVE_S, _ASK_S = 0.25, 0.02
 # Interval at which a core without requests asks.
 _IDLE_S = 0.01
-# Share of a pool's blocks that saves may hold.
-_MOST_SAVING = 0.25
+# Blocks that saves may hold at once, and their share of a pool.
+_MOST_SAVES, _MOST_SAVING = 64, 0.25
 # Seconds without saves after one has failed, such as for a full disk.
 _PAUSE_S = 60.0
 # Counts for the metrics.
@@ -248,7 +248,7 @@ class TierScheduling(SchedulerFeature):
                 continue
             pool = self._kv_cache.groups[key[0]].pool
             is_wanted = block.key == key and not (isinstance(pool, StatePool) and pool.is_superseded(block))
-            if is_wanted and not is_paused and num_saving >= pool.num_blocks * _MOST_SAVING:
+            if is_wanted and not is_paused and num_saving >= min(_MOST_SAVES, pool.num_blocks * _MOST_SAVING):
                 break
             del self._fresh[block]
             if not is_wanted or is_paused or os.path.exists(path_of(self._folder, key)):

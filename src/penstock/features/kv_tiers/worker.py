@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import secrets
 import time
@@ -28,8 +27,6 @@ from penstock.worker.fingerprint import digest_of, made_of
 
 logger = logging.getLogger(__name__)
 _NUM_LOAD_THREADS = 2
-# Priority of the thread that writes, below that of the steps (`nice`).
-_SAVE_NICENESS = 10
 
 
 class _CacheOwner(SlotOwner):
@@ -93,7 +90,7 @@ class TierWorker(WorkerFeature):
         """
         if moves and (self._loads is None or self._saves is None):
             self._loads = ThreadPoolExecutor(_NUM_LOAD_THREADS, "kv-tier-load")
-            self._saves = ThreadPoolExecutor(1, "kv-tier-save", _lower_priority)
+            self._saves = ThreadPoolExecutor(1, "kv-tier-save")
         for move in moves:
             threads = self._loads if move.is_load else self._saves
             assert threads is not None
@@ -147,12 +144,6 @@ class TierWorker(WorkerFeature):
 def _bytes_of(page: Tensor) -> memoryview:
     """Memory of a page on the host."""
     return page.numpy().data
-
-
-def _lower_priority() -> None:
-    # Threads have priorities of their own on Linux alone.
-    if hasattr(os, "setpriority") and os.uname().sysname == "Linux":
-        os.setpriority(os.PRIO_PROCESS, 0, _SAVE_NICENESS)
 
 
 def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> dict[str, Any]:
