@@ -18,6 +18,7 @@ from penstock.engine.messages import BrokerStatus, EngineRequest
 from penstock.engine.statistics.step_log import StepLog, StepRecord
 from penstock.engine.statistics.step_phases import PhaseTimer
 from penstock.errors import ContextTooLong, PenstockError
+from penstock.features.weight_transfer.state import RankStatus
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.text.tokenizer_files import _QWEN2_WORDS
 
@@ -101,6 +102,8 @@ class FakeCore:
         return reset_running_requests or not self.running
 
     def collective_rpc(self, call: RpcCall) -> list[Any]:
+        if call.method_name == "weight_update_status":
+            return [RankStatus()]
         assert callable(call.method), "a fake core has no workers with methods"
         return [call.method(self, *call.args, **call.kwargs)]
 

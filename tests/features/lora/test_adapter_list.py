@@ -12,6 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from penstock.config import LoRAConfig
+from penstock.config.kv_connector import KVConnectorConfig
+from penstock.config.kv_tiers import KVTierConfig
+from penstock.config.parallel import ParallelConfig
 from penstock.config.weight_transfer import WeightTransferConfig
 from penstock.contract import Parts, RpcCall, SamplingParams, part_of
 from penstock.engine.messages import EngineRequest
@@ -263,6 +266,9 @@ def test_an_engine_without_adapters_says_so() -> None:
     config: Any = SimpleNamespace(
         lora=LoRAConfig(),
         weight_transfer=WeightTransferConfig(),
+        kv_tiers=KVTierConfig(),
+        kv_connector=KVConnectorConfig(),
+        parallel=ParallelConfig(),
         model=SimpleNamespace(
             pooling=None, pools=False, media_limits={}, enable_prompt_embeds=False, is_encoder_decoder=False
         ),
