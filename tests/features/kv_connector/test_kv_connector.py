@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from features.kv_connector.memory_connector import STORES
-from penstock.contract import Parts, RpcCall, SamplingParams, part_of
+from penstock.contract import Parts, RpcCall, part_of
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_connector.messages import KVTransferPart, KVTransferResult
-from penstock.scheduler.outputs import EngineCoreOutput
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.random_requests import run_at_random
 
 VOCAB = 97
 PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=VOCAB)
@@ -220,44 +220,10 @@ def test_random_schedules_in_a_small_cache(tmp_path: Path, case: str, extra: dic
     for _ in range(2):
         with engine(tmp_path, transfer(**extra), num_blocks=24, max_num_seqs=4, **options) as core:
             for _ in range(2):
-                _run_at_random(core, prompts, params, expected, choose)
+                drain(core)
+                run_at_random(core, prompts, params, expected, choose)
             drain(core)
             core.scheduler.kv_cache.check_integrity()
-
-
-def _run_at_random(
-    core: EngineCore,
-    prompts: Sequence[Sequence[int]],
-    params: SamplingParams,
-    expected: Sequence[Sequence[int]],
-    choose: random.Random,
-) -> None:
-    drain(core)
-    order, results, aborted = choose.sample(range(len(prompts)), len(prompts)), dict[str, Result](), set[str]()
-
-    def take(outputs: Sequence[EngineCoreOutput]) -> None:
-        for output in outputs:
-            results.setdefault(output.req_id, Result()).take(output)
-
-    for _ in range(5000):
-        if not order and not core.has_unfinished_requests():
-            break
-        if order and choose.random() < 0.3:
-            index = order.pop()
-            add(core, str(index), prompts[index], params)
-            if choose.random() < 0.2:
-                aborted.add(str(index))
-        if aborted and choose.random() < 0.1:
-            take(core.abort_requests([choose.choice(sorted(aborted))]))
-        if choose.random() < 0.02:
-            core.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
-        take(core.step())
-        core.scheduler.kv_cache.check_integrity()
-        core.wait_for_work()
-    assert len(results) == len(prompts)
-    for name, result in results.items():
-        if name not in aborted:
-            assert result.tokens == expected[int(name)]
 
 
 def test_several_connectors_save_all_and_load_from_the_first_that_has_blocks(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from penstock.features.kv_connector.load import make_connector
 from penstock.features.kv_connector.messages import ConnectorStep, KVTransferResult, RankOutput
 from penstock.features.kv_connector.requests import ConnectorRequest, KVCacheBlocks
 from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.idle_turns import IdleTurns
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
@@ -80,7 +80,7 @@ class ConnectorScheduling(SchedulerFeature):
         self._results: dict[str, KVTransferResult] = {}
         self._has_news = False
         self._ask_at = self._tell_at = self._look_up_at = 0.0
-        self._timer: threading.Timer | None = None
+        self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         # Of the current workers; None while they are replaced.
         self._made: KVConnectorBase_V1 | None = None
         self.workers_ready()
@@ -278,16 +278,11 @@ class ConnectorScheduling(SchedulerFeature):
         if now >= self._look_up_at:
             for request in self._scheduler.waiting_for(_LOOKUP):
                 self._scheduler.ready(request.req_id, _LOOKUP)
-        if self._is_busy and self._timer is None and not self._scheduler.has_unfinished_requests():
-            self._timer = threading.Timer(_TELL_S, self._services.call_soon, (self._end_timer,))
-            self._timer.daemon = True
-            self._timer.start()
+        if self._is_busy:
+            self._idle_turns.want(_TELL_S)
 
     def _note_turn(self) -> None:
         self._has_news = True
-
-    def _end_timer(self) -> None:
-        self._timer = None
 
     @property
     def is_polled(self) -> bool:
@@ -353,8 +348,7 @@ class ConnectorScheduling(SchedulerFeature):
         return self._counts.copy()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._idle_turns.close()
         self._shut_down()
 
     def _shut_down(self) -> None:

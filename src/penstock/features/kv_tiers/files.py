@@ -34,6 +34,7 @@ ABOUT = "about.json"
 _ABANDONED_S = 3600.0
 # Magic number, checksum of the pages, and their size.
 _HEADER = struct.Struct("<8sIQ")
+HEADER_BYTES = _HEADER.size
 _MAGIC = b"PENSTKV1"
 # Buffers of one system call.
 _MOST_BUFFERS = 512

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from penstock.features.kv_tiers.files import FolderLimit, path_of
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature
+from penstock.scheduler.idle_turns import IdleTurns
 from penstock.scheduler.kv_cache_manager import PrefixHit
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
@@ -102,7 +102,7 @@ class TierScheduling(SchedulerFeature):
         # Full blocks that may have to be saved, with the last step that was launched before.
         self._fresh: dict[KVCacheBlock, tuple[BlockKey, int]] = {}
         self._ask_at = self._save_at = self._paused_until = 0.0
-        self._timer: threading.Timer | None = None
+        self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._copies = Copies(services, self)
 
@@ -275,17 +275,12 @@ class TierScheduling(SchedulerFeature):
             self._save()
         if self._queued or (self._is_busy and (self._waiting or now >= self._ask_at)):
             self._ask()
-        if (self._fresh or self._is_busy) and self._timer is None and not self._scheduler.has_unfinished_requests():
-            self._timer = threading.Timer(_IDLE_S, self._services.call_soon, (self._end_timer,))
-            self._timer.daemon = True
-            self._timer.start()
+        if self._fresh or self._is_busy:
+            self._idle_turns.want(_IDLE_S)
 
     def after_step(self) -> None:
         if self._queued:
             self._ask()
-
-    def _end_timer(self) -> None:
-        self._timer = None
 
     @property
     def _is_busy(self) -> bool:
@@ -389,8 +384,7 @@ class TierScheduling(SchedulerFeature):
         return self._counts.copy()
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._idle_turns.close()
         try:
             if not self._services.has_lost_workers():
                 self._save()
