@@ -18,8 +18,9 @@ import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from penstock.errors import PenstockError
 from penstock.observability.units import format_bytes
@@ -53,14 +54,25 @@ def folder_of(root: Path, digest: str) -> Path:
     return root / LAYOUT / digest
 
 
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[BinaryIO]:
+    """New file, which has its name once it is whole; an exception removes it. Raises OSError."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    unfinished = f"{path}-{secrets.token_hex(8)}{UNFINISHED}"
+    try:
+        with open(unfinished, "xb") as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        Path(unfinished).unlink(missing_ok=True)
+
+
 def write_about(folder: str, about: Mapping[str, Any]) -> None:
     """Say whose blocks a folder has. Raises OSError."""
-    os.makedirs(folder, exist_ok=True)
-    path = Path(folder, ABOUT)
-    if not path.exists():
-        unfinished = path.with_name(f"{ABOUT}-{secrets.token_hex(8)}{UNFINISHED}")
-        unfinished.write_text(json.dumps(about), encoding="utf-8")
-        os.replace(unfinished, path)
+    path = f"{folder}/{ABOUT}"
+    if not os.path.exists(path):
+        with whole_file(path) as file:
+            file.write(json.dumps(about).encode())
 
 
 def path_of(folder: str | Path, key: BlockKey) -> str:
@@ -75,15 +87,8 @@ def write_block(path: str, pages: Sequence[memoryview]) -> int:
     for page in pages:
         size += page.nbytes
         checksum = zlib.crc32(page, checksum)
-    unfinished = f"{path}-{secrets.token_hex(8)}{UNFINISHED}"
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    try:
-        with open(unfinished, "xb", buffering=0) as file:
-            _write_all(file.fileno(), [memoryview(_HEADER.pack(_MAGIC, checksum, size)), *pages])
-        os.replace(unfinished, path)
-    except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
-        raise
+    with whole_file(path) as file:
+        _write_all(file.fileno(), [memoryview(_HEADER.pack(_MAGIC, checksum, size)), *pages])
     return size
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tarfile
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.features.kv_tiers.files import ABOUT, LAYOUT, UNFINISHED, block_files
+from penstock.features.kv_tiers.files import ABOUT, LAYOUT, block_files, whole_file
 
 # Members of an archive.
 _MEMBER = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/({re.escape(ABOUT)}|[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}})")
@@ -81,19 +80,14 @@ def export_files(root: Path, paths: Iterable[Path], archive: Path) -> int:
     """As `export_blocks`, of the files of blocks."""
     if archive.exists():
         raise ConfigError(f"{archive} is there already. Name another file.")
-    unfinished = archive.with_name(archive.name + UNFINISHED)
     count, digests = 0, set()
-    try:
-        with tarfile.open(unfinished, "w") as tar:
-            for path in paths:
-                digest = path.parents[1]
-                if digest not in digests and (digest / ABOUT).exists():
-                    digests.add(digest)
-                    _add(tar, root, digest / ABOUT)
-                count += _add(tar, root, path)
-        os.replace(unfinished, archive)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(archive.absolute()) as file, tarfile.open(fileobj=file, mode="w") as tar:
+        for path in paths:
+            digest = path.parents[1]
+            if digest not in digests and (digest / ABOUT).exists():
+                digests.add(digest)
+                _add(tar, root, digest / ABOUT)
+            count += _add(tar, root, path)
     return count
 
 
@@ -111,11 +105,8 @@ def import_blocks(root: Path, archive: Path) -> int:
                 path, content = root / member.name, tar.extractfile(member)
                 if path.exists() or content is None:
                     continue
-                path.parent.mkdir(parents=True, exist_ok=True)
-                unfinished = path.with_name(f"{path.name}-{os.getpid()}{UNFINISHED}")
-                with unfinished.open("wb") as file:
+                with whole_file(path) as file:
                     shutil.copyfileobj(content, file, 1 << 20)
-                os.replace(unfinished, path)
                 count += path.name != ABOUT
     except (tarfile.TarError, EOFError) as error:
         raise ConfigError(f"{archive} is no archive of KV cache blocks: {error}.") from error

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import queue
 import re
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.features.kv_tiers.files import LAYOUT, UNFINISHED
+from penstock.features.kv_tiers.files import LAYOUT, whole_file
 
 logger = logging.getLogger(__name__)
 _PATH = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}}")
@@ -203,7 +201,8 @@ class Peers:
                     content = _received(socket)
                     left -= 1
                     if content:
-                        _write(self._root / path, content)
+                        with whole_file(self._root / path) as file:
+                            file.write(content)
                         total += len(content)
         except Exception as error:  # as in `_find`
             self._pause(address, error)
@@ -240,13 +239,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError:
         return b""  # it was removed
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}-{secrets.token_hex(8)}{UNFINISHED}")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
