@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from itertools import cycle, zip_longest
@@ -15,6 +14,7 @@ from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock, StepIds
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, StateGroup, Trail, make_group
 from penstock.scheduler.request import Request
+from penstock.scheduler.single_blocks import SingleBlocks
 from penstock.scheduler.state_pool import StatePool
 
 _NEVER = _UNLIMITED = sys.maxsize
@@ -113,8 +113,7 @@ class KVCacheManager:
         self._held: dict[str, _HeldBlocks] = {}
         # Blocks held by transfers, by request id and holder; those of each pool.
         self._holds: dict[tuple[str, str], list[list[KVCacheBlock]]] = {}
-        # Blocks held one by one.
-        self._in_transfer: Counter[KVCacheBlock] = Counter()
+        self.single_blocks = SingleBlocks(self.groups)
 
     @property
     def num_used_blocks(self) -> int:
@@ -376,38 +375,13 @@ class KVCacheManager:
         for pool, blocks in zip(self.pools, of_pools, strict=True):
             pool.free_blocks(blocks)
 
-    def take_blocks(self, group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
-        """Take free blocks of these groups for content from elsewhere, held; None, with nothing taken, if too few are.
-
-        `release_block` releases each.
-        """
-        wanted = Counter(self._pool_indices[group_id] for group_id in group_ids)
-        if any(count > self.pools[index].num_free_blocks for index, count in wanted.items()):
-            return None
-        blocks = [self.groups[group_id].pool.get_new_blocks(1)[0] for group_id in group_ids]
-        self._in_transfer.update(blocks)
-        return blocks
-
-    def hold_block(self, block: KVCacheBlock, group_id: int) -> None:
-        """Hold a cached block until `release_block`, whatever its requests do."""
-        self.groups[group_id].pool.touch((block,))
-        self._in_transfer[block] += 1
-
-    def release_block(self, block: KVCacheBlock, group_id: int) -> None:
-        """Release a block of `take_blocks` or `hold_block`."""
-        assert self._in_transfer[block] > 0
-        self._in_transfer[block] -= 1
-        if not self._in_transfer[block]:
-            del self._in_transfer[block]
-        self.groups[group_id].pool.free_blocks((block,))
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless each block is free, pending, or held as often as its holders say.
 
         Linear in the number of blocks.
         """
         null_blocks = {pool.null_block for pool in self.pools}
-        num_holders = self._in_transfer.copy()
+        num_holders = self.single_blocks.num_holders.copy()
         groups_of: dict[KVCacheBlock, set[int]] = {}
         for held in self._held.values():
             for index, (own, blocks) in enumerate(zip(held.own, held.groups, strict=True)):

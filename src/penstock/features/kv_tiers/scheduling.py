@@ -86,6 +86,7 @@ class TierScheduling(SchedulerFeature):
         assert folder is not None, "the feature is on"
         self._services, self._scheduler, self._call = services, services.scheduler, services.call_workers
         self._kv_cache = services.scheduler.kv_cache
+        self._blocks = self._kv_cache.single_blocks
         self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._note_cached, self._remove
         self._num_ranks = config.parallel.world_size
         self._limit = FolderLimit(folder, config.kv_tiers.max_bytes)
@@ -166,11 +167,11 @@ class TierScheduling(SchedulerFeature):
         wanted = [(key, index) for key, index in wanted if key not in self._loading]
         # Those of the hit must not make room for the others.
         for block, group in held:
-            self._kv_cache.hold_block(block, group)
-        blocks_taken = self._kv_cache.take_blocks([key[0] for key, _ in wanted])
+            self._blocks.hold(block, group)
+        blocks_taken = self._blocks.take([key[0] for key, _ in wanted])
         if blocks_taken is None:
             for block, group in reversed(held):
-                self._kv_cache.release_block(block, group)
+                self._blocks.release(block, group)
             return False
         load = _Load(num_tokens, held)
         for (key, index), block in zip(wanted, blocks_taken, strict=True):
@@ -194,9 +195,9 @@ class TierScheduling(SchedulerFeature):
             if move_id not in load.failed:
                 group.cache_loaded(block, key, index)
             self._loading.pop(key, None)
-            self._kv_cache.release_block(block, key[0])
+            self._blocks.release(block, key[0])
         for block, held_by in reversed(load.held):
-            self._kv_cache.release_block(block, held_by)
+            self._blocks.release(block, held_by)
         self._let_go_on(load)
         self._counts["external_prefix_cache_hits"] += 0 if load.failed else load.num_tokens
         self._counts["kv_tier_failed_loads"] += len(load.failed)
@@ -253,7 +254,7 @@ class TierScheduling(SchedulerFeature):
             del self._fresh[block]
             if not is_wanted or is_paused or os.path.exists(path_of(self._folder, key)):
                 continue
-            self._kv_cache.hold_block(block, key[0])
+            self._blocks.hold(block, key[0])
             self._saves[self._queue(key, block, is_load=False)] = _Save(block, key, self._num_ranks)
             num_saving += 1
         self._save_at = time.monotonic() + _SAVE_S
@@ -331,7 +332,7 @@ class TierScheduling(SchedulerFeature):
             self._limit.note_written(result.num_bytes)
             if not save.num_pending:
                 del self._saves[result.move_id]
-                self._kv_cache.release_block(save.block, save.key[0])
+                self._blocks.release(save.block, save.key[0])
 
     def _pause(self, error: str) -> None:
         """Save nothing for a while."""
@@ -360,7 +361,7 @@ class TierScheduling(SchedulerFeature):
             load.failed.update(load.blocks)
             self._end_load(load)
         for save in self._saves.values():
-            self._kv_cache.release_block(save.block, save.key[0])
+            self._blocks.release(save.block, save.key[0])
         for kept in (self._loads, self._saves, self._fresh, self._queued, self._tried):
             kept.clear()
         self._folders = []
