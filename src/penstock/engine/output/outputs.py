@@ -147,7 +147,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """What the KV connector returns with the end of the request, of its first output that has some."""
+        """Parameters that the KV connector returns at the end of the request, of its first output that has some."""
         found = (output.parts.get(KVTransferResult.feature) for output in self.outputs)
         return next((params for params in found if params is not None), None)
 

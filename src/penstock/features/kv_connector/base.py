@@ -29,15 +29,15 @@ class KVConnectorRole(Enum):
 
 
 class KVConnectorMetadata:
-    """What a connector's scheduler side tells its workers for a step; pickled on its way."""
+    """Message of a connector's scheduler side to its workers for a step; pickled on its way."""
 
 
 class KVConnectorHandshakeMetadata:
-    """What a rank's connector tells the scheduler side, and other engines; pickled on its way."""
+    """Message of a rank's connector to the scheduler side, and to other engines; pickled on its way."""
 
 
 class KVConnectorWorkerMetadata(ABC):
-    """What a rank's connector tells the scheduler side while it serves; pickled on its way."""
+    """Message of a rank's connector to the scheduler side while it serves; pickled on its way."""
 
     @abstractmethod
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
@@ -46,7 +46,7 @@ class KVConnectorWorkerMetadata(ABC):
 
 @dataclass
 class KVConnectorOutput:
-    """What the connectors of all ranks have done.
+    """Transfers that the connectors of all ranks have ended.
 
     finished_sending, finished_recving: requests whose blocks all ranks have saved, or loaded.
     invalid_block_ids: blocks that a rank could not load.
@@ -228,11 +228,11 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - vLLM's name
         return set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What this rank tells the scheduler side beside `get_finished`."""
+        """Message of this rank to the scheduler side, beside `get_finished`."""
         return None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What this rank tells the scheduler side at the start, and a caller of `get_kv_connector_handshake_metadata`.
+        """Message of this rank to the scheduler side at the start, and to `get_kv_connector_handshake_metadata`.
 
         Called after `register_kv_caches`.
         """

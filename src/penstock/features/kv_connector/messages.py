@@ -43,7 +43,7 @@ class ConnectorResults(Part, frozen=True, kw_only=True):
 
 
 class RankOutput(NamedTuple):
-    """What the connector of one rank has done since it was last asked.
+    """Transfers that the connector of one rank has ended since it was last asked.
 
     sent, received: requests whose blocks were saved or loaded. invalid_block_ids: blocks that could not be loaded.
     worker_meta: the connector's own.

@@ -85,7 +85,7 @@ class ConnectorRequest:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
-        """What the caller gave for the connector."""
+        """Parameters of the caller for the connector."""
         part = part_of(self._request.parts, KVTransferPart)
         return None if part is None else part.params
 

@@ -28,12 +28,12 @@ class ConnectorWorker(WorkerFeature):
         return (self._owner,)
 
     def get_kv_connector_handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata] | None:
-        """What this rank's connector tells others at the start, by the rank; None for nothing."""
+        """Handshake metadata of this rank's connector, by the rank; None without any."""
         metadata = self._owner.connector.get_handshake_metadata()
         return None if metadata is None else {self._owner.rank: metadata}
 
     def kv_connector_output(self) -> RankOutput:
-        """What the connector has done since the last call."""
+        """Transfers that the connector has ended since the last call."""
         return self._owner.take_output()
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class _ConnectorOwner(SlotOwner):
         self._end_step()
 
     def commit_sampled(self, frame: Frame, outcome: StepOutcome) -> None:
-        """Nothing: `commit_computed` has ended the step."""
+        """Do nothing: `commit_computed` has ended the step."""
 
     def part_of_results(self, output: SchedulerOutput) -> Part | None:
         self._end_step()

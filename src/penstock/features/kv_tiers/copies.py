@@ -36,7 +36,7 @@ class Folder(Protocol):
 
 
 class Copies:
-    """Asks peers once for the blocks of each request, and lets it wait until they have come.
+    """Copies of other engines' blocks: peers are asked once per request, which waits until its blocks have come.
 
     Raises ConfigError where the engine cannot listen at its address.
     """

@@ -9,7 +9,7 @@ from penstock.features.deployment import DeploymentFeature, DeploymentServices
 
 
 class TierDeployment(DeploymentFeature):
-    """Has no state: blocks are in a folder, and cores find them."""
+    """Deployment side without a state: blocks are in a folder, and cores find them."""
 
     def __init__(self, services: DeploymentServices) -> None:
         self._call_cores = services.call_cores
