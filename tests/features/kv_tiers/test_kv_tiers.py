@@ -149,6 +149,21 @@ def test_a_core_without_requests_saves_and_releases_all_blocks(tmp_path: Path, f
         )
 
 
+def test_a_core_that_ends_saves_more_blocks_than_it_holds_at_once(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.features.kv_tiers.scheduling._MOST_SAVES", 2)
+    tiny_checkpoint(tmp_path / "model")
+    prompts = random_prompts([100] * 3, vocab_size=VOCAB)
+    with engine(tmp_path / "model", folder) as core:
+        expected = answers(core, prompts)
+        (kept,) = core.collective_rpc(RpcCall("save_kv_prefix", (prompts[0],)))
+        assert kept[0] == 96
+    with engine(tmp_path / "model", folder) as core:
+        assert same(answers(core, prompts), expected)
+        assert counter(core, "external_prefix_cache_hits") == 3 * 96
+
+
 @pytest.mark.parametrize("damage", [_flip, _cut, _extend, _empty])
 def test_damaged_files_are_computed_anew_and_removed(tmp_path: Path, folder: Path, damage: Any) -> None:
     tiny_checkpoint(tmp_path / "model")
@@ -270,9 +285,10 @@ def test_random_schedules_in_a_small_cache(tmp_path: Path, folder: Path, case: s
     with engine(tmp_path / "model", folder, num_blocks=24, max_num_seqs=4, **options) as core:
         for _ in range(3):
             run_at_random(core, prompts, params, expected, choose)
-        assert counter(core, "external_prefix_cache_hits") > 0 or case == "states"
+    assert files(folder)
     with engine(tmp_path / "model", folder, num_blocks=24, max_num_seqs=4, **options) as core:
         run_at_random(core, prompts, params, expected, choose)
+        assert counter(core, "external_prefix_cache_hits") > 0 or case == "states"
 
 
 @pytest.mark.parametrize(

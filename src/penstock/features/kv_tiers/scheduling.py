@@ -340,6 +340,16 @@ class TierScheduling(SchedulerFeature):
             logger.warning("No blocks of the KV cache are saved for %.0f s: %s", _PAUSE_S, error)
         self._paused_until = time.monotonic() + _PAUSE_S
 
+    def _save_all(self) -> None:
+        """Write all full blocks, as many at once as are held at once, and wait for them."""
+        give_up_at = time.monotonic() + _LONGEST_END_S
+        self._finish()
+        while self._fresh and time.monotonic() < give_up_at:
+            self._save()
+            if not self._is_busy:
+                return  # no step that computes the others is done
+            self._finish()
+
     def _finish(self) -> None:
         """Wait for the moves that have begun."""
         give_up_at = time.monotonic() + _LONGEST_END_S
@@ -372,8 +382,7 @@ class TierScheduling(SchedulerFeature):
         """Finish the saves; return the tokens of a prompt that are kept in whole blocks, and their files."""
         if not token_ids:
             return [(0, [])]
-        self._save()
-        self._finish()
+        self._save_all()
         request = Request("", list(token_ids), SamplingParams(max_tokens=1))
         keys = self._kv_cache.keys_of(request)
         paths = [path for folder in self._folders for key in keys if os.path.exists(path := path_of(folder, key))]
@@ -388,8 +397,7 @@ class TierScheduling(SchedulerFeature):
         self._idle_turns.close()
         try:
             if not self._services.has_lost_workers():
-                self._save()
-                self._finish()
+                self._save_all()
         except PenstockError as error:
             logger.info("The last blocks of the KV cache are not saved: %s", error)
         self._copies.close()
