@@ -298,6 +298,7 @@ def test_resampling_keeps_a_tone_and_a_rate_that_fits() -> None:
      np.zeros((2, 2, 2)), np.array([1.0, 1e30]), sound(np.array([0.5, np.nan]), subtype="FLOAT"),
      sound(np.array([0.5, -1e30]), subtype="FLOAT"),
      b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", b"ffconcat version 1.0\nfile /etc/passwd\n"],
+    ids=lambda given: type(given).__name__,  # some files have the time at which they were written
 )  # fmt: skip
 def test_what_is_no_audio_is_refused(given: Any) -> None:
     with pytest.raises(InvalidMedia):
