@@ -25,7 +25,7 @@ from penstock.engine.statistics.metrics import Metric
 from penstock.engine.worker_calls import WorkerCalls
 from penstock.errors import UnsupportedFeature
 from penstock.features.hidden_states.messages import parts_of_hidden_states
-from penstock.features.kv_tiers.methods import PrefixMethods
+from penstock.features.kv_files.methods import PrefixMethods
 from penstock.features.lora.request import LoRARequest
 from penstock.features.sleep.methods import SleepMethods
 from penstock.features.weight_transfer.methods import WeightTransfers

@@ -15,7 +15,7 @@ import pytest
 from penstock import AsyncEngine
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
-from penstock.features.kv_tiers.files import ABOUT
+from penstock.features.kv_files.files import ABOUT
 from penstock.server.options import ServerOptions
 from penstock.server.start_checks import check_start
 from support.servers import Served, serving

@@ -14,7 +14,7 @@ from penstock.cli.output import standard_output, write
 from penstock.errors import ConfigError
 
 if TYPE_CHECKING:
-    from penstock.features.kv_tiers.folder import Blocks
+    from penstock.features.kv_files.folder import Blocks
 
 _Folder = Annotated[Path, typer.Argument(help="Folder of the option kv_offload_dir")]
 _Model = Annotated[str | None, typer.Option("--model", help="Only blocks of models with this in their name")]
@@ -49,7 +49,7 @@ def cache_rm(
 ) -> None:
     """Remove blocks of the KV cache from a folder; engines compute again what they do not find."""
     with readable_errors():
-        from penstock.features.kv_tiers.folder import remove
+        from penstock.features.kv_files.folder import remove
 
         if everything is (model is not None or unused_days is not None):
             raise ConfigError("Name what to remove: --model NAME, --unused-days DAYS, or --all.")
@@ -65,7 +65,7 @@ def cache_export(
 ) -> None:
     """Write blocks of the KV cache to an archive, for `penstock cache import` on another machine."""
     with readable_errors():
-        from penstock.features.kv_tiers.folder import export_blocks
+        from penstock.features.kv_files.folder import export_blocks
 
         blocks = _chosen(folder, model, None)
         if not any(one.num_blocks for one in blocks):
@@ -80,7 +80,7 @@ def cache_import(
 ) -> None:
     """Add the blocks of an archive to a folder. Engines of the same model, options and kernels find them."""
     with readable_errors():
-        from penstock.features.kv_tiers.folder import import_blocks
+        from penstock.features.kv_files.folder import import_blocks
 
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder. Create it first.")
@@ -88,7 +88,7 @@ def cache_import(
 
 
 def _chosen(folder: Path, model: str | None, unused_days: float | None) -> list[Blocks]:
-    from penstock.features.kv_tiers.folder import blocks_in, chosen
+    from penstock.features.kv_files.folder import blocks_in, chosen
 
     return chosen(blocks_in(folder), model, unused_days)
 

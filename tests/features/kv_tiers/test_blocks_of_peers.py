@@ -15,9 +15,9 @@ import pytest
 
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
-from penstock.features.kv_tiers import peers
-from penstock.features.kv_tiers.files import LAYOUT
-from penstock.features.kv_tiers.peers import Peers, PeerServer
+from penstock.features.kv_files.files import LAYOUT
+from penstock.features.kv_peers import peers
+from penstock.features.kv_peers.peers import Peers, PeerServer
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, greedy, make_core, random_prompts, run
 

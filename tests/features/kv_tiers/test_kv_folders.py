@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from penstock import LLM, SamplingParams
 from penstock.cli.app import app
 from penstock.errors import ConfigError, InvalidRequest
-from penstock.features.kv_tiers.folder import blocks_in, import_blocks
+from penstock.features.kv_files.folder import blocks_in, import_blocks
 
 PLAY = "ROMEO:\n" + "What light through yonder window breaks? It is the east. " * 12
 GREEDY = SamplingParams(temperature=0, max_tokens=6)

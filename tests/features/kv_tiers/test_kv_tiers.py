@@ -15,7 +15,7 @@ import pytest
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
-from penstock.features.kv_tiers.files import ABOUT, HEADER_BYTES, FolderLimit
+from penstock.features.kv_files.files import ABOUT, HEADER_BYTES, FolderLimit
 from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
@@ -254,7 +254,7 @@ def test_a_full_file_system_stops_saving_and_nothing_else(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_checkpoint(tmp_path / "model")
-    monkeypatch.setattr("penstock.features.kv_tiers.files.os.writev", _no_space)
+    monkeypatch.setattr("penstock.features.kv_files.files.os.writev", _no_space)
     with engine(tmp_path / "model", folder) as core:
         answers(core)
         core.scheduler.kv_cache.check_integrity()

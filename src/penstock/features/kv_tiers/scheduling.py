@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from penstock.contract import RpcCall, SamplingParams
 from penstock.errors import PenstockError
-from penstock.features.kv_tiers.copies import PEER, Copies
-from penstock.features.kv_tiers.files import FolderLimit, path_of
+from penstock.features.kv_files.files import FolderLimit, path_of
+from penstock.features.kv_peers.copies import PEER, Copies
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature

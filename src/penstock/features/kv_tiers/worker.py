@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from penstock.contract.memory_tags import KV_CACHE
-from penstock.features.kv_tiers.files import DamagedBlock, folder_of, path_of, read_block, write_about, write_block
+from penstock.features.kv_files.files import DamagedBlock, folder_of, path_of, read_block, write_about, write_block
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner

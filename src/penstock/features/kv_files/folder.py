@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.features.kv_tiers.files import ABOUT, LAYOUT, block_files, whole_file
+from penstock.features.kv_files.files import ABOUT, LAYOUT, block_files, whole_file
 
 # Members of an archive.
 _MEMBER = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/({re.escape(ABOUT)}|[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}})")

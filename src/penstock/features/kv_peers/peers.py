@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from penstock.errors import ConfigError, PenstockError
-from penstock.features.kv_tiers.files import LAYOUT, whole_file
+from penstock.features.kv_files.files import LAYOUT, whole_file
 
 logger = logging.getLogger(__name__)
 _PATH = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}}")

@@ -13,7 +13,7 @@ from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 
 if TYPE_CHECKING:
-    from penstock.features.kv_tiers.peers import Peers, PeerServer
+    from penstock.features.kv_peers.peers import Peers, PeerServer
 
 # Reason for which a request waits.
 PEER = "blocks of another engine"
@@ -96,13 +96,13 @@ class Copies:
         self._services.call_soon(function)
 
     def _connect(self, tiers: KVTierConfig) -> Peers:
-        from penstock.features.kv_tiers.peers import Peers
+        from penstock.features.kv_peers.peers import Peers
 
         return Peers(self._root, tiers.kv_peers, tiers.read_secret())
 
     def _listen(self, tiers: KVTierConfig) -> PeerServer | None:
         """Answer other engines. Of engines beside each other, which have one folder, the first one does."""
-        from penstock.features.kv_tiers.peers import PeerServer
+        from penstock.features.kv_peers.peers import PeerServer
 
         assert tiers.kv_listen is not None
         try:

@@ -36,7 +36,7 @@ class PrefixMethods(ABC):
 
         Raises InvalidRequest for an engine without `kv_offload_dir`, ConfigError for an archive that is there.
         """
-        from penstock.features.kv_tiers.folder import export_files
+        from penstock.features.kv_files.folder import export_files
 
         if archive is not None and Path(archive).exists():
             raise ConfigError(f"{archive} is there already. Name another file.")
@@ -54,7 +54,7 @@ class PrefixMethods(ABC):
 
         Engines of another model, of other options or kernels do not find them. Raises ConfigError for another file.
         """
-        from penstock.features.kv_tiers.folder import import_blocks
+        from penstock.features.kv_files.folder import import_blocks
 
         self._call_workers(RpcCall("save_kv_prefix", ([],)))
         assert self._kv_folder is not None
