@@ -45,6 +45,7 @@ class Loop:
     def _make(self, scheduler: Scheduler) -> LoRAScheduling:
         config: Any = SimpleNamespace(
             lora=SimpleNamespace(max_loras=self.max_loras, num_on_host=100),
+            keeps_kv=False,
             parallel=SimpleNamespace(must_agree_on_time=self.status is None),
         )
         services = SchedulerServices(config, scheduler, self._call, self._note_ends, lambda _: None)

@@ -189,6 +189,11 @@ class EngineConfig:
         drafts = self.speculative.num_lookahead_tokens * _DRAFT_BYTES
         return sum(1 + -(-num_reqs * size // _PIECE_BYTES) for size in (outcome, drafts) if size)
 
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether blocks of the KV cache are kept beyond the engine, which finds them by keys that last."""
+        return self.kv_tiers.folder is not None or self.kv_connector.connector is not None
+
     def _check_messages(self) -> None:
         """Refuse more requests than a message between stages holds: it is read when the next step begins."""
         wanted = self.scheduler.max_num_seqs

@@ -27,12 +27,10 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Base of message parts. feature: key of the part in messages.
 
     may_repeat: whether a step with this part, or with a request that has it, may be repeated.
-    has_lasting_keys: whether `block_keys` and `keys_of_block` mean the same in other processes, as hashes do.
     """
 
     feature: ClassVar[str]
     may_repeat: ClassVar[bool] = True
-    has_lasting_keys: ClassVar[bool] = False
 
     def anon_repr(self) -> str:
         """Describe the part for logs and recordings, without a user's data."""
@@ -48,6 +46,11 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def replayed(self) -> Part:
         """Return the part for a replay of its message, which may be on another machine."""
         return self
+
+    @property
+    def has_lasting_keys(self) -> bool:
+        """Whether `block_keys` and `keys_of_block` mean the same in other processes, as hashes do."""
+        return False
 
     @property
     def needs_all_tokens(self) -> bool:

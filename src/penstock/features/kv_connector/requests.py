@@ -80,7 +80,7 @@ class ConnectorRequest:
 
     @property
     def has_lasting_keys(self) -> bool:
-        """Whether these hashes mean the same to other engines, and after a restart; those of adapters do not."""
+        """Whether these hashes mean the same to other engines, and after a restart."""
         return self._request.has_lasting_keys
 
     @property

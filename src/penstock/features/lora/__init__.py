@@ -36,6 +36,7 @@ FEATURE = Feature(
         "add_lora",
         "prefetch_lora",
         "lora_status",
+        "lora_digests",
         "loading_loras",
         "remove_lora",
         "pin_lora",

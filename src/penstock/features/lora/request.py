@@ -118,6 +118,7 @@ class AdapterPart(Part, frozen=True, kw_only=True):
     with.
     version: as in `LoRARequest`, but that of files without a stamp changes each time that they are read; it keeps
     cached prefixes of different weights apart.
+    digest: of the adapter's matrices, where blocks are kept beyond the engine; "" where it is not known.
     """
 
     feature = "lora"
@@ -127,6 +128,7 @@ class AdapterPart(Part, frozen=True, kw_only=True):
     identity: int = 0
     stamp: str = ""
     version: int = 0
+    digest: str = ""
 
     @property
     def key(self) -> int:
@@ -152,5 +154,9 @@ class AdapterPart(Part, frozen=True, kw_only=True):
         """The part without a stamp: copies of files have other times of change."""
         return msgspec.structs.replace(self, stamp="")
 
+    @property
+    def has_lasting_keys(self) -> bool:
+        return bool(self.digest)
+
     def block_keys(self) -> tuple[str, ...]:
-        return (f"{self.key}.{self.version}",)
+        return (self.digest or f"{self.key}.{self.version}",)

@@ -27,12 +27,13 @@ _ADAPTER, _SLOT = "its adapter", "a slot for its adapter"
 class _Held:
     """An adapter that workers hold or load, or that came in memory.
 
-    version: changes with its weights. has_begun: its loading was asked for. is_removed: it goes once no request uses
-    it. waiting: requests that wait for it.
+    version: changes with its weights. digest: of its matrices; None until it is read. has_begun: its loading was asked
+    for. is_removed: it goes once no request uses it. waiting: requests that wait for it.
     """
 
     request: LoRARequest
     version: int
+    digest: str | None = None
     is_loaded: bool = False
     has_begun: bool = False
     is_pinned: bool = False
@@ -69,6 +70,8 @@ class LoRAScheduling(SchedulerFeature):
         self._users: Counter[int] = Counter()
         # Adapter whose slot the oldest skipped request gets.
         self._leaving: int | None = None
+        # Whether keys of blocks must mean the same to other engines.
+        self._needs_digests = config.keeps_kv
         # Versions of adapters without a stamp, whose folders may have other weights each time that they are read.
         self._unstamped_versions = itertools.count(-1, -1)
 
@@ -94,7 +97,7 @@ class LoRAScheduling(SchedulerFeature):
                     "memory is lost. Add it again, and repeat the request."
                 )
             held = self._note(part.adapter)
-        request.parts = Parts({**(request.parts or {}), part.feature: replace(part, version=held.version)})
+        request.parts = _completed(request.parts, part, held)
         if not self._is_loaded_for(request, held):
             self._scheduler.wait_for(request.req_id, _ADAPTER)
 
@@ -185,7 +188,9 @@ class LoRAScheduling(SchedulerFeature):
                 failed.update(dict.fromkeys((request.req_id for request in held.waiting), str(reasons[0])))
             elif "" not in states:
                 # One that has made room for others meanwhile is loaded when its request runs.
-                ready += (request.req_id for request in held.waiting)
+                for request in held.waiting:
+                    self._complete(request, held)
+                    ready.append(request.req_id)
                 held.waiting.clear()
             if reasons:
                 self._drop(key)
@@ -198,7 +203,27 @@ class LoRAScheduling(SchedulerFeature):
         for key, held in self._held.items():
             states[key] = [status.get(key, _GONE) for status in of_ranks]
             held.is_loaded = all(state is None for state in states[key])
+        self._read_digests()
         return states
+
+    def _read_digests(self) -> None:
+        """Read the digests of loaded adapters, where all ranks have the matrices that the adapter was listed with."""
+        unread = [held for held in self._held.values() if held.is_loaded and held.digest is None]
+        if not self._needs_digests or not unread:
+            return
+        of_ranks: list[dict[int, str]] = self._call(RpcCall("lora_digests"))
+        for held in unread:
+            is_certain = held.request.stamp or held.request.tensors is not None
+            digests = {of_rank.get(held.request.key, "") for of_rank in of_ranks}
+            held.digest = digests.pop() if is_certain and len(digests) == 1 else ""
+
+    def _complete(self, request: Request, held: _Held) -> None:
+        """Complete the part of a request whose adapter is loaded now."""
+        part = part_of(request.parts, AdapterPart)
+        assert part is not None, "it waits for its adapter"
+        if part.digest != (held.digest or ""):
+            request.parts = _completed(request.parts, part, held)
+            request.block_hashes.clear()
 
     def after_step(self) -> None:
         """Drop removed adapters which no request uses any more."""
@@ -237,8 +262,10 @@ class LoRAScheduling(SchedulerFeature):
                 self._drop(adapter.key)
             raise
         if held is None or (adapter.load_inplace and any(answers)):
-            held = self._note(adapter)
-        held.is_loaded = held.has_begun = True
+            self._note(adapter, is_loaded=True)
+        else:
+            held.is_loaded = held.has_begun = True
+            self._read_digests()
         return answers
 
     def prefetch_lora(self, adapter: LoRARequest) -> list[None]:
@@ -280,12 +307,14 @@ class LoRAScheduling(SchedulerFeature):
                     "ended. Pin it later, or start the engine with more slots."
                 )
 
-    def _note(self, adapter: LoRARequest) -> _Held:
+    def _note(self, adapter: LoRARequest, *, is_loaded: bool = False) -> _Held:
         """Hold an adapter; its requests go on with it where it replaces other weights in place."""
         before = self._held.get(adapter.key)
         self._held = {key: held for key, held in self._held.items() if held.must_stay}
         version = adapter.version if adapter.stamp else next(self._unstamped_versions)
         held = self._held[adapter.key] = _Held(replace(adapter, load_inplace=False), version)
+        held.is_loaded = held.has_begun = is_loaded
+        self._read_digests()
         if before is not None:
             held.waiting, held.is_pinned, held.is_removed = before.waiting, before.is_pinned, before.is_removed
         if adapter.load_inplace:
@@ -318,4 +347,9 @@ def _with_new_version(parts: Parts, held: _Held) -> Parts | None:
     if part is None or part.key != held.request.key:
         return None
     path, stamp = held.request.lora_path, held.request.stamp
-    return Parts({**parts, part.feature: replace(part, version=held.version, lora_path=path, stamp=stamp)})
+    return _completed(parts, replace(part, lora_path=path, stamp=stamp), held)
+
+
+def _completed(parts: Parts | None, part: AdapterPart, held: _Held) -> Parts:
+    """The parts of a request with what is known of its adapter."""
+    return Parts({**(parts or {}), part.feature: replace(part, version=held.version, digest=held.digest or "")})

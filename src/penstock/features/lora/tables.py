@@ -35,12 +35,13 @@ class PackedModelAdapter:
     """An adapter of a model, in the layout of its tables.
 
     pieces: by number of the layer. embedding_a: A^T of the embedding's adapter, [V, R]. has_head: it changes the LM
-    head.
+    head. digest: of its matrices, if it is wanted.
     """
 
     pieces: Mapping[int, Sequence[PackedAdapter | None]]
     embedding_a: Tensor | None
     has_head: bool
+    digest: str = ""
 
     @property
     def has_embedding(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -12,6 +13,7 @@ from penstock.contract.memory_tags import WEIGHTS
 from penstock.errors import CheckpointError, InvalidRequest
 from penstock.features.lora.cache import AdapterCache
 from penstock.features.lora.checkpoint import read_adapter
+from penstock.features.lora.low_rank import digest_of
 from penstock.features.lora.request import AdapterPart, LoRARequest, stamp_of
 from penstock.features.lora.slots import adapter_owners
 from penstock.features.lora.tables import AdapterTables, PackedModelAdapter
@@ -31,6 +33,7 @@ class LoRAWorker(WorkerFeature):
         self.tables = AdapterTables(model, config, device.torch_device, services.dtype)
         self._owners = adapter_owners(device, services.num_slots, self)
         self._max_rank = config.max_lora_rank
+        self._needs_digests, self._kept_as = services.config.keeps_kv, f"{config.max_lora_rank} {config.lora_dtype}"
         self._cache: AdapterCache[Future[PackedModelAdapter]] = AdapterCache(config.num_on_host, config.max_loras)
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="penstock-adapters")
 
@@ -97,6 +100,13 @@ class LoRAWorker(WorkerFeature):
                 self._cache.remove(lora_id)
         return found
 
+    def lora_digests(self) -> dict[int, str]:
+        """Digests of the loaded adapters by id, where blocks of the KV cache are kept beyond the engine."""
+        loaded = {lora_id: self._cache.peek(lora_id) for lora_id in self._cache.ids}
+        return {
+            lora_id: one.result().digest for lora_id, one in loaded.items() if one.done() and one.exception() is None
+        }
+
     def remove_lora(self, lora_id: int) -> bool:
         """Remove an adapter; False for an unknown id. Running requests keep it until they end."""
         self._cache.staged.pop(lora_id, None)
@@ -154,6 +164,8 @@ class LoRAWorker(WorkerFeature):
     def _load(self, request: LoRARequest) -> PackedModelAdapter:
         matrices = read_adapter(request, self._max_rank, self.tables.stacked, self.tables.named)
         packed = self.tables.pack(request.lora_name, matrices)
+        if self._needs_digests:
+            packed = replace(packed, digest=digest_of(matrices, self._kept_as))
         if request.stamp and stamp_of(request.lora_path) != request.stamp:
             raise CheckpointError(
                 f"The adapter {request.lora_name!r} has other files in {request.lora_path} than when it was added. "

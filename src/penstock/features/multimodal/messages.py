@@ -86,8 +86,11 @@ class MediaPart(Part, frozen=True, kw_only=True):
     """The media items of a request, in the order of its tokens. Only blocks with equal items are shared."""
 
     feature = "images, audio and video"
-    has_lasting_keys = True
     items: list[MediaItem]
+
+    @property
+    def has_lasting_keys(self) -> bool:
+        return True
 
     def of_tokens_from(self, start: int) -> MediaPart:
         """The items without inputs, which come with the step that encodes them."""
