@@ -1,16 +1,18 @@
 """Blocks of the KV cache in a folder: time to the first token from there, and what saving costs.
 
-    python -m benchmarks.kv_tiers [--shape qwen3-0.6b] [--tokens 4000] [--repeats 3] [--threads 2] [--work-dir FOLDER]
+    python -m benchmarks.kv_tiers [--parts first-token saving] [--shape qwen3-0.6b] [--tokens 4000] [--repeats 3]
+        [--threads 2] [--work-dir FOLDER]
 
 A model has random weights in bfloat16. A prompt's time to the first token is measured in turns: computed, found in
 the folder by an engine that has not seen it, and found in the KV cache; every repeat has other tokens. The folder's
-files are in the system's page cache, as they are after a restart of the engine. Then 32 requests run with a folder and
-without, in turns.
+files may be in the system's page cache. Then 32 requests run with a folder and without, in turns, each turn with other
+tokens; blocks that are not saved beside the steps are saved between the turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -23,13 +25,17 @@ from benchmarks.machine import described, machine
 from benchmarks.peers.checkpoints import make
 from benchmarks.peers.shapes import SHAPES
 from penstock import LLM, SamplingParams
+from penstock.engine.statistics.metrics import Counter
 
 _CACHE_BYTES = 2_000_000_000
-_NUM_REQUESTS, _PROMPT, _OUTPUT = 32, 128, 64
+_NUM_REQUESTS, _PROMPT, _OUTPUT = 32, 64, 64
+_PARTS = ("first-token", "saving")
+_SAVED = "kv_tier_saved_bytes"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-0.6b")
     parser.add_argument("--tokens", type=int, default=4000, help="of the prompt")
     parser.add_argument("--repeats", type=int, default=3)
@@ -47,8 +53,10 @@ def main() -> None:
             options |= {"num_threads": given.threads, "kv_cache_memory_bytes": _CACHE_BYTES}
             return LLM(str(folder), device="cpu", max_model_len=given.tokens + 64, **options)
 
-        print(first_tokens(load, Path(temporary), shape.vocab_size, given.tokens, given.repeats))
-        print(cost_of_saving(load, Path(temporary), shape.vocab_size, given.repeats))
+        if "first-token" in given.parts:
+            print(first_tokens(load, Path(temporary), shape.vocab_size, given.tokens, given.repeats))
+        if "saving" in given.parts:
+            print(cost_of_saving(load, Path(temporary), shape.vocab_size, given.repeats))
 
 
 def first_tokens(load: Any, folder: Path, vocab_size: int, num_tokens: int, repeats: int) -> str:
@@ -81,19 +89,35 @@ def cost_of_saving(load: Any, folder: Path, vocab_size: int, repeats: int) -> st
     kept.mkdir()
     engines = {"with": load(kv_offload_dir=str(kept)), "without": load()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    shares, later_s = [], []
     for draw in range(repeats + 1):
         rng = random.Random(1000 + draw)
         prompts = [[rng.randrange(10, vocab_size) for _ in range(_PROMPT)] for _ in range(_NUM_REQUESTS)]
+        # The first turn warms up.
+        num_tokens = _OUTPUT if draw else 4
         for name, llm in engines.items():
-            seconds[name].append(_seconds(llm, prompts, _OUTPUT))
+            before = _saved_bytes(llm)
+            seconds[name].append(_seconds(llm, prompts, num_tokens))
+            if name == "with":
+                beside = _saved_bytes(llm) - before
+                begin = time.perf_counter()
+                llm.save_prefix({"prompt_token_ids": prompts[0][:8]})
+                later_s.append(time.perf_counter() - begin)
+                shares.append(beside / (_saved_bytes(llm) - before))
+            os.sync()
     for llm in engines.values():
         llm.close()
-    # The first turn warms up.
     ratios = [without / one for one, without in zip(*(values[1:] for values in seconds.values()), strict=True)]
     return (
         f"{_NUM_REQUESTS} requests of {_PROMPT} tokens with {_OUTPUT} of output, whose blocks are saved: "
-        f"{statistics.median(ratios):.3f} of the throughput without ({min(ratios):.3f} to {max(ratios):.3f})"
+        f"{statistics.median(ratios):.3f} of the throughput without ({min(ratios):.3f} to {max(ratios):.3f}), which is "
+        f"{statistics.median(seconds['without'][1:]):.1f} s; {statistics.median(shares[1:]):.0%} of the bytes beside "
+        f"the steps, the rest in {statistics.median(later_s[1:]):.1f} s afterwards"
     )
+
+
+def _saved_bytes(llm: LLM) -> float:
+    return sum(one.value for one in llm.get_metrics() if isinstance(one, Counter) and _SAVED in one.name)
 
 
 def _seconds(llm: LLM, prompts: list[list[int]], num_tokens: int) -> float:

@@ -306,7 +306,8 @@ class AsyncEngine(
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
-        reset_connector: let a KV connector forget its blocks, too; False if it cannot.
+        reset_connector: forget blocks that are kept elsewhere, too: those of a KV connector, and this engine's in
+            kv_offload_dir; False if that fails.
         """
         reset = self._dispatcher.core.reset_prefix_cache
         return await self._thread.call("reset_prefix_cache", lambda: reset(reset_running_requests, reset_connector))

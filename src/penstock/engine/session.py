@@ -192,7 +192,8 @@ class Session:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
         reset_running_requests: preempt running requests first; their KV cache is recomputed.
-        reset_connector: let a KV connector forget its blocks, too; False if it cannot.
+        reset_connector: forget blocks that are kept elsewhere, too: those of a KV connector, and this engine's in
+            kv_offload_dir; False if that fails.
         """
         with self._lock:
             self._check_open()

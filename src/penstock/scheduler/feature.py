@@ -89,6 +89,9 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
     def after_call(self, call: RpcCall, *, is_done: bool) -> None:  # noqa: B027
         """Note the end of a call of the workers that no feature answers. is_done: whether all have done it."""
 
+    def before_caches_are_dropped(self) -> None:  # noqa: B027
+        """Keep elsewhere what the KV cache has, as far as the feature does that: its memory is to be given back."""
+
     def caches_dropped(self) -> None:  # noqa: B027
         """Note that the workers drop the KV cache, and what encoders have computed. No step runs."""
 
@@ -96,7 +99,7 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Release blocks of the KV cache, and forget what is known of its content: the prefix cache is to be reset."""
 
     def reset_connector(self) -> bool:
-        """Forget blocks that are kept outside of the KV cache, by a connector; whether that is done."""
+        """Forget blocks that are kept outside of the KV cache, by a connector or in files; whether that is done."""
         return True
 
     def workers_replaced(self) -> None:  # noqa: B027

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
-from penstock.features.kv_files.files import ABOUT, HEADER_BYTES, FolderLimit
-from penstock.features.kv_tiers.scheduling import TierScheduling
+from penstock.features.kv_files.files import ABOUT, TRAILER_BYTES, DamagedBlock, FolderLimit, read_block, write_block
+from penstock.features.kv_files.folder import blocks_in
+from penstock.features.kv_tiers.scheduling import TierScheduling, _Pace
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 from support.random_requests import run_at_random
@@ -145,7 +147,7 @@ def test_a_core_without_requests_saves_and_releases_all_blocks(tmp_path: Path, f
         assert len(found) >= 12
         assert (
             sum(path.stat().st_size for path in found)
-            == counter(core, "kv_tier_saved_bytes") + len(found) * HEADER_BYTES
+            == counter(core, "kv_tier_saved_bytes") + len(found) * TRAILER_BYTES
         )
 
 
@@ -162,6 +164,69 @@ def test_a_core_that_ends_saves_more_blocks_than_it_holds_at_once(
     with engine(tmp_path / "model", folder) as core:
         assert same(answers(core, prompts), expected)
         assert counter(core, "external_prefix_cache_hits") == 3 * 96
+
+
+def test_saves_keep_to_their_share_of_the_steps(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.features.kv_tiers.worker._has_spare_core", lambda: False)
+    monkeypatch.setattr("penstock.features.kv_tiers.scheduling._SAVE_SHARE", 1e-9)
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", folder) as core:
+        for index, prompt in enumerate(PROMPTS):
+            add(core, f"r{index}", prompt, greedy(12))
+        while core.scheduler.has_unfinished_requests():
+            core.step()
+        # The first one says what a save costs.
+        assert len(files(folder)) <= 1
+        give_up_at = time.monotonic() + 30
+        while len(files(folder)) < 12 and time.monotonic() < give_up_at:
+            core.step()
+        assert len(files(folder)) >= 12
+
+
+def test_the_pace_follows_the_cost() -> None:
+    pace = _Pace()
+    for _ in range(2):
+        pace.begin(100.0, is_kept=True)
+        for _ in range(4):
+            pace.note(0.003)
+        assert pace.next_at == pytest.approx(100.0 + 4 * 0.003 / 0.015)
+        assert pace.num_blocks == 1
+    pace.begin(200.0, is_kept=True)
+    pace.note(0.00005)
+    assert pace.next_at == pytest.approx(200.05)
+    assert pace.num_blocks == 15
+    # Saves while nothing runs, and saves that take nothing from the steps.
+    pace.begin(300.0, is_kept=False)
+    pace.note(1.0)
+    assert pace.next_at == pytest.approx(300.05)
+    pace.begin(400.0, is_kept=True)
+    pace.note(0.0)
+    assert (pace.next_at, pace.num_blocks) == (pytest.approx(400.05), 32)
+
+
+@pytest.mark.parametrize("size", [4096, 8 * 4096, 5000, 512, 7])
+@pytest.mark.parametrize(("offset", "keeps_in_memory"), [(0, False), (64, False), (0, True)])
+def test_a_file_has_the_bytes_of_its_pages(tmp_path: Path, size: int, offset: int, keeps_in_memory: bool) -> None:
+    rng = np.random.default_rng(size)
+    memory = rng.integers(0, 256, 4 * size + 8192, dtype=np.uint8)
+    memory = memory[-memory.ctypes.data % 4096 + offset :]
+    pages = [memory[index * size : (index + 1) * size] for index in range(3)]
+    path = str(tmp_path / "ab" / "block")
+    assert write_block(path, pages, keeps_in_memory=keeps_in_memory) == 3 * size
+    read = [np.zeros(size, dtype=np.uint8) for _ in pages]
+    assert read_block(path, read) == 3 * size
+    assert all((one == other).all() for one, other in zip(pages, read, strict=True))
+    # Every bit counts, and so does the order of pages.
+    content = Path(path).read_bytes()
+    for position in rng.integers(0, len(content), 20):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        Path(path).write_bytes(damaged)
+        with pytest.raises(DamagedBlock):
+            read_block(path, read)
+    Path(path).write_bytes(content[size : 2 * size] + content[:size] + content[2 * size :])
+    with pytest.raises(DamagedBlock):
+        read_block(path, read)
 
 
 @pytest.mark.parametrize("damage", [_flip, _cut, _extend, _empty])
@@ -234,6 +299,65 @@ def test_weights_that_change_make_other_blocks(tmp_path: Path, folder: Path) -> 
         assert same(answers(core), first)
 
 
+def test_blocks_of_weights_that_this_process_alone_knows_are_removed(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "other", seed=1)
+    with engine(tmp_path / "model", folder) as core:
+        answers(core)
+        (of_start,) = blocks_in(folder)
+        digests = set()
+        for name in ("other", "model"):
+            core.collective_rpc(RpcCall("reload_weights", (str(tmp_path / name),)))
+            answers(core)
+            core.collective_rpc(RpcCall("save_kv_prefix", (PROMPTS[0],)))
+            others = [one for one in blocks_in(folder) if one.digest != of_start.digest]
+            digests |= {one.digest for one in others}
+            assert [one.num_blocks > 0 for one in others] == [True]
+            assert others[0].about["weight_version"] > 0
+        assert len(digests) == 2
+    assert [one.digest for one in blocks_in(folder)] == [of_start.digest]
+
+
+def test_a_reset_of_the_connector_empties_the_folder(tmp_path: Path, folder: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "other", seed=1)
+    with engine(tmp_path / "other", folder) as core:
+        answers(core)
+    (of_other,) = blocks_in(folder)
+    with engine(tmp_path / "model", folder) as core:
+        expected = answers(core)
+        core.collective_rpc(RpcCall("save_kv_prefix", (PROMPTS[0],)))
+        assert len(blocks_in(folder)) == 2
+        assert core.reset_prefix_cache()
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") > 100
+        assert core.reset_prefix_cache(reset_connector=True)
+        # Blocks of other models stay.
+        assert [one.digest for one in blocks_in(folder)] == [of_other.digest]
+        hits = counter(core, "external_prefix_cache_hits")
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") == hits
+    # Blocks that are computed afterwards are kept, and belong to their model.
+    assert {one.digest: one.model for one in blocks_in(folder)}.keys() > {of_other.digest}
+    assert all(one.model != "?" for one in blocks_in(folder))
+    with engine(tmp_path / "model", folder) as core:
+        assert same(answers(core), expected)
+        assert counter(core, "external_prefix_cache_hits") > 100
+
+
+def test_a_folder_that_cannot_be_emptied_is_no_success(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    with engine(tmp_path / "model", folder) as core:
+        answers(core)
+        core.collective_rpc(RpcCall("save_kv_prefix", (PROMPTS[0],)))
+        with monkeypatch.context() as patched:
+            patched.setattr("penstock.features.kv_files.files.os.unlink", _refuses)
+            assert not core.reset_prefix_cache(reset_connector=True)
+        assert core.reset_prefix_cache(reset_connector=True)
+
+
 def test_a_folder_keeps_to_its_limit(tmp_path: Path, folder: Path) -> None:
     tiny_checkpoint(tmp_path / "model")
     with engine(tmp_path / "model", folder) as core:
@@ -261,6 +385,10 @@ def test_a_full_file_system_stops_saving_and_nothing_else(
         assert core.reset_prefix_cache()
     assert not files(folder)
     assert caplog.text.count("No blocks of the KV cache are saved for 60 s: OSError: [Errno 28]") == 1
+
+
+def _refuses(*_: object, **__: object) -> None:
+    raise PermissionError(13, "Permission denied")
 
 
 def _no_space(*_: object) -> int:

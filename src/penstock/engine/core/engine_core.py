@@ -376,8 +376,8 @@ class EngineCore:
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """Clear the prefix cache; False, and nothing is done, while requests hold blocks.
 
-        reset_running_requests: preempt the running requests first, which frees their blocks. reset_connector: let a KV
-            connector forget its blocks, too; False if it cannot.
+        reset_running_requests: preempt the running requests first, which frees their blocks. reset_connector: forget
+            blocks that are kept elsewhere, too; False if that fails.
         """
         self._require_alive()
         return self.scheduler.reset_prefix_cache(

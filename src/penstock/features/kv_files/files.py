@@ -9,10 +9,13 @@ after a crash it is whole or it is not used. There are no locks, so several engi
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
 import secrets
+import shutil
 import struct
 import threading
 import time
@@ -21,6 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
+
+import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.observability.units import format_bytes
@@ -33,12 +38,14 @@ UNFINISHED = ".part"
 ABOUT = "about.json"
 # Age from which on a file that was never finished is removed.
 _ABANDONED_S = 3600.0
-# Magic number, checksum of the pages, and their size.
-_HEADER = struct.Struct("<8sIQ")
-HEADER_BYTES = _HEADER.size
-_MAGIC = b"PENSTKV1"
-# Buffers of one system call.
-_MOST_BUFFERS = 512
+# Magic number, checksum of the pages, and their size, behind the pages.
+_TRAILER = struct.Struct("<8sIQ")
+TRAILER_BYTES = _TRAILER.size
+_MAGIC = b"PENSTKV2"
+# Buffers of one system call, and their alignment where it copies nothing.
+_MOST_BUFFERS, _ALIGNMENT = 512, 4096
+# Words of 8 bytes that are summed for the checksum.
+_SUMMED = 64
 # Share of the limit that files keep once some had to make room, and that may be written between two counts.
 _KEPT, _BETWEEN_COUNTS = 0.9, 0.05
 # Space of the file system that stays free.
@@ -81,33 +88,35 @@ def path_of(folder: str | Path, key: BlockKey) -> str:
     return f"{folder}/{digest[:2]}/{digest}-{group}"
 
 
-def write_block(path: str, pages: Sequence[memoryview]) -> int:
-    """Write a block of these pages; return the bytes. Raises OSError."""
-    size, checksum = 0, 0
-    for page in pages:
-        size += page.nbytes
-        checksum = zlib.crc32(page, checksum)
+def write_block(path: str, pages: Sequence[np.ndarray], *, keeps_in_memory: bool = True) -> int:
+    """Write a block of these pages, uint8 [page_size_bytes] each; return the bytes. Raises OSError.
+
+    keeps_in_memory: leave a copy in the system's page cache, from which it is read sooner. The copy, and its writing
+    back, take several times the CPU time.
+    """
+    size = sum(page.nbytes for page in pages)
+    trailer = _TRAILER.pack(_MAGIC, checksum(pages), size)
     with whole_file(path) as file:
-        _write_all(file.fileno(), [memoryview(_HEADER.pack(_MAGIC, checksum, size)), *pages])
+        if keeps_in_memory:
+            _write_all(file.fileno(), [page.data for page in pages])
+        else:
+            _write_directly(file.fileno(), pages)
+        _write_all(file.fileno(), [memoryview(trailer)])
     return size
 
 
-def read_block(path: str, pages: Sequence[memoryview]) -> int:
+def read_block(path: str, pages: Sequence[np.ndarray]) -> int:
     """Read a block into these pages; return the bytes. Its time of change becomes that of its last use.
 
     Raises OSError, and DamagedBlock for a file that is damaged or of another layout; the pages have any content then.
     """
     size = sum(page.nbytes for page in pages)
     with open(path, "rb", buffering=0) as file:
-        header = bytearray(_HEADER.size)
-        num_read = _read_all(file.fileno(), [memoryview(header), *pages])
-        if os.fstat(file.fileno()).st_size != _HEADER.size + size or num_read != _HEADER.size + size:
+        trailer = bytearray(TRAILER_BYTES)
+        num_read = _read_all(file.fileno(), [*(page.data for page in pages), memoryview(trailer)])
+        if os.fstat(file.fileno()).st_size != TRAILER_BYTES + size or num_read != TRAILER_BYTES + size:
             raise DamagedBlock(f"{path} has another size than a block of {size:,} bytes.")
-        magic, checksum, written = _HEADER.unpack(header)
-        found = 0
-        for page in pages:
-            found = zlib.crc32(page, found)
-        if (magic, checksum, written) != (_MAGIC, found, size):
+        if _TRAILER.unpack(trailer) != (_MAGIC, checksum(pages), size):
             raise DamagedBlock(f"{path} is damaged.")
         try:
             os.utime(file.fileno())
@@ -116,9 +125,45 @@ def read_block(path: str, pages: Sequence[memoryview]) -> int:
     return size
 
 
-def _write_all(fd: int, buffers: list[memoryview]) -> None:
-    while buffers:
-        _advance(buffers, os.writev(fd, buffers[:_MOST_BUFFERS]))
+def checksum(pages: Sequence[np.ndarray]) -> int:
+    """CRC-32 of the sums, modulo 2^64, of every 512 bytes of all pages.
+
+    A CRC of all bytes would take longer than writing them.
+    """
+    found = 0
+    for page in pages:
+        num_summed = page.nbytes - page.nbytes % (8 * _SUMMED)
+        words = page[:num_summed].view(np.uint64).reshape(-1, _SUMMED)
+        found = zlib.crc32(words.sum(axis=1).data, found)
+        found = zlib.crc32(page[num_summed:].data, found)
+    return found
+
+
+def _write_directly(fd: int, pages: Sequence[np.ndarray]) -> None:
+    """Write pages to a new file without the system's page cache, where they and the file system allow that."""
+    buffers = [page.data for page in pages]
+    if not all(page.ctypes.data % _ALIGNMENT == page.nbytes % _ALIGNMENT == 0 for page in pages):
+        _write_all(fd, buffers)
+        return
+    flags, direct = fcntl.fcntl(fd, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | direct)
+        _write_all(fd, buffers)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # The file system has no such writes, or asks for another alignment.
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        os.lseek(fd, 0, os.SEEK_SET)
+        _write_all(fd, buffers)
+    finally:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+
+
+def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
+    left = list(buffers)
+    while left:
+        _advance(left, os.writev(fd, left[:_MOST_BUFFERS]))
 
 
 def _read_all(fd: int, buffers: list[memoryview]) -> int:
@@ -218,6 +263,20 @@ class FolderLimit:
 def block_files(folder: Path) -> Iterator[os.DirEntry[str]]:
     """Entries of the blocks in the folder of a fingerprint."""
     return (one for one in _files_of(folder) if one.name != ABOUT and not one.name.endswith(UNFINISHED))
+
+
+def remove_folder(folder: Path) -> list[OSError]:
+    """Remove the folder of a fingerprint, in which engines may write meanwhile; return why blocks are not removed."""
+    failures = []
+    for entry in block_files(folder):
+        try:
+            os.unlink(entry.path)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            failures.append(error)
+    shutil.rmtree(folder, ignore_errors=True)
+    return failures
 
 
 def _files_of(folder: Path) -> Iterator[os.DirEntry[str]]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from penstock.contract import RpcCall, SamplingParams
 from penstock.errors import PenstockError
-from penstock.features.kv_files.files import FolderLimit, path_of
+from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
 from penstock.features.kv_peers.copies import PEER, Copies
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
@@ -26,12 +28,14 @@ logger = logging.getLogger(__name__)
 _LOAD = "blocks from kv_offload_dir"
 # Block id of a block that is in a folder.
 _IN_FOLDER = -1
-# Interval at which full blocks are saved, and at which a core with requests asks for the results.
-_SAVE_S, _ASK_S = 0.25, 0.02
+# Shortest interval at which blocks are saved beside steps, and at which a core with requests asks for the results.
+_SAVE_S, _ASK_S = 0.05, 0.02
+# Share of a core's time that saves take from the steps, each of which waits for its slowest thread.
+_SAVE_SHARE = 0.015
 # Interval at which a core without requests asks.
 _IDLE_S = 0.01
 # Blocks that saves may hold at once, and their share of a pool.
-_MOST_SAVES, _MOST_SAVING = 64, 0.25
+_MOST_SAVES, _MOST_SAVING = 32, 0.25
 # Seconds without saves after one has failed, such as for a full disk.
 _PAUSE_S = 60.0
 # Counts for the metrics.
@@ -66,11 +70,40 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _Save:
-    """Block that is written. num_pending: ranks that have not answered."""
+    """Block that is written. num_pending: ranks that have not answered. cost_s: the most of all ranks' results."""
 
     block: KVCacheBlock
     key: BlockKey
     num_pending: int
+    cost_s: float = 0.0
+
+
+class _Pace:
+    """Pace of saves beside steps. next_at: seconds of `time.monotonic`. num_blocks: of the next saves.
+
+    is_kept: whether the present saves keep to it. Kernels that wait long for a thread, since saves take its core, go on
+    with fewer threads for a while. So saves are few at once.
+    """
+
+    def __init__(self) -> None:
+        self.next_at, self.num_blocks, self.is_kept = 0.0, 1, False
+        self._begun_at, self._num_ended, self._cost_s = 0.0, 0, 0.0
+
+    def begin(self, now: float, *, is_kept: bool) -> None:
+        """Begin some saves."""
+        self.is_kept, self._begun_at, self._num_ended, self._cost_s = is_kept, now, 0, 0.0
+        self.next_at = now + _SAVE_S
+
+    def note(self, cost_s: float) -> None:
+        """Note that a save has ended."""
+        if not self.is_kept:
+            return
+        self._num_ended += 1
+        self._cost_s += cost_s
+        interval_s = self._cost_s / _SAVE_SHARE
+        self.next_at = self._begun_at + max(_SAVE_S, interval_s)
+        at_once = self._num_ended * _SAVE_S / interval_s if interval_s else _MOST_SAVES
+        self.num_blocks = max(1, min(_MOST_SAVES, int(at_once)))
 
 
 class TierScheduling(SchedulerFeature):
@@ -100,9 +133,12 @@ class TierScheduling(SchedulerFeature):
         # Loads that requests wait for, and preemptions of requests for which blocks were looked up.
         self._waiting: dict[str, set[_Load]] = {}
         self._tried: dict[str, int] = {}
-        # Full blocks that may have to be saved, with the last step that was launched before.
-        self._fresh: dict[KVCacheBlock, tuple[BlockKey, int]] = {}
-        self._ask_at = self._save_at = self._paused_until = 0.0
+        # Full blocks that may have to be saved, oldest first, with the last step that was launched before.
+        self._fresh: OrderedDict[KVCacheBlock, tuple[BlockKey, int]] = OrderedDict()
+        self._pace = _Pace()
+        # Other engines wait for blocks of one that listens.
+        self._keeps_pace = config.kv_tiers.kv_listen is None
+        self._ask_at = self._paused_until = 0.0
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._copies = Copies(services, self)
@@ -215,7 +251,7 @@ class TierScheduling(SchedulerFeature):
         self._copies.request_ended(request)
         if self._fresh or self._is_busy:
             # A core without requests has no turn by itself.
-            self._services.call_soon(self._save_now)
+            self._services.call_soon(lambda: None)
 
     @property
     def is_polled(self) -> bool:
@@ -226,38 +262,34 @@ class TierScheduling(SchedulerFeature):
     def _note_cached(self, request: Request, blocks: list[KVCacheBlock]) -> None:
         if not request.has_lasting_keys:
             return
-        if not self._fresh:
-            self._save_at = time.monotonic() + _SAVE_S
         last_launched = self._kv_cache.steps.last_launched
         for block in blocks:
             assert block.key is not None
             self._fresh[block] = (block.key, last_launched)
+            self._fresh.move_to_end(block)
 
-    def _save_now(self) -> None:
-        self._save_at = 0.0
-
-    def _save(self) -> None:
-        """Begin to write the full blocks that are computed, and not in the folder yet."""
+    def _save(self, most: int) -> None:
+        """Begin to write full blocks that are computed, and not in the folder yet: the oldest ones, so many at most."""
         steps = self._kv_cache.steps
         is_idle = steps.last_done == steps.last_launched
         if not self._limit.has_room(0):
             self._pause("the file system of kv_offload_dir is full")
         is_paused = time.monotonic() < self._paused_until
-        num_saving = len(self._saves)
-        for block, (key, last_launched) in list(self._fresh.items()):
+        while self._fresh and most > 0:
+            block, (key, last_launched) = next(iter(self._fresh.items()))
             if not is_idle and steps.last_done <= last_launched:
-                continue
+                break
             pool = self._kv_cache.groups[key[0]].pool
             is_wanted = block.key == key and not (isinstance(pool, StatePool) and pool.is_superseded(block))
-            if is_wanted and not is_paused and num_saving >= min(_MOST_SAVES, pool.num_blocks * _MOST_SAVING):
+            if is_wanted and not is_paused and len(self._saves) >= min(_MOST_SAVES, pool.num_blocks * _MOST_SAVING):
                 break
             del self._fresh[block]
             if not is_wanted or is_paused or os.path.exists(path_of(self._folder, key)):
                 continue
             self._blocks.hold(block, key[0])
-            self._saves[self._queue(key, block, is_load=False)] = _Save(block, key, self._num_ranks)
-            num_saving += 1
-        self._save_at = time.monotonic() + _SAVE_S
+            move = self._queue(key, block, is_load=False, is_beside_steps=self._pace.is_kept)
+            self._saves[move] = _Save(block, key, self._num_ranks)
+            most -= 1
 
     def _remove(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose content may be wrong."""
@@ -272,8 +304,13 @@ class TierScheduling(SchedulerFeature):
 
     def before_step(self) -> None:
         now = time.monotonic()
-        if self._fresh and now >= self._save_at:
-            self._save()
+        if self._fresh:
+            if not self._keeps_pace or not self._scheduler.has_unfinished_requests():
+                self._pace.begin(now, is_kept=False)
+                self._save(_MOST_SAVES)
+            elif not self._saves and now >= self._pace.next_at:
+                self._pace.begin(now, is_kept=True)
+                self._save(self._pace.num_blocks)
         if self._queued or (self._is_busy and (self._waiting or now >= self._ask_at)):
             self._ask()
         if self._fresh or self._is_busy:
@@ -298,9 +335,9 @@ class TierScheduling(SchedulerFeature):
         """Folder of the first rank."""
         return self._folders_of_ranks[0]
 
-    def _queue(self, key: BlockKey, block: KVCacheBlock, *, is_load: bool) -> int:
+    def _queue(self, key: BlockKey, block: KVCacheBlock, *, is_load: bool, is_beside_steps: bool = False) -> int:
         move_id, self._next_move_id = self._next_move_id, self._next_move_id + 1
-        self._queued.append(Move(move_id, is_load, key, block.block_id))
+        self._queued.append(Move(move_id, is_load, key, block.block_id, is_beside_steps))
         return move_id
 
     def _ask(self) -> None:
@@ -308,11 +345,16 @@ class TierScheduling(SchedulerFeature):
         moves, self._queued = self._queued, []
         answers: list[list[MoveResult]] = self._call(RpcCall("move_kv_blocks", (self._folders, moves)))
         self._ask_at = time.monotonic() + _ASK_S
+        saved: list[_Save] = []
         for rank, results in enumerate(answers):
             for result in results:
-                self._take(result, is_first=rank == 0)
+                saved += self._take(result, is_first=rank == 0)
+        # The end of a prefix makes room first.
+        for save in reversed(saved):
+            self._blocks.release(save.block, save.key[0])
 
-    def _take(self, result: MoveResult, *, is_first: bool) -> None:
+    def _take(self, result: MoveResult, *, is_first: bool) -> Sequence[_Save]:
+        """Take in a result; return the block that is written with it, if there is one."""
         load, save = self._loads.get(result.move_id), self._saves.get(result.move_id)
         if load is not None:
             if result.error is not None:
@@ -326,13 +368,16 @@ class TierScheduling(SchedulerFeature):
                 self._end_load(load)
         elif save is not None:
             save.num_pending -= 1
+            save.cost_s = max(save.cost_s, result.cost_s)
             if result.error is not None:
                 self._pause(result.error)
             self._counts["kv_tier_saved_bytes"] += result.num_bytes if is_first else 0
             self._limit.note_written(result.num_bytes)
             if not save.num_pending:
                 del self._saves[result.move_id]
-                self._blocks.release(save.block, save.key[0])
+                self._pace.note(save.cost_s)
+                return (save,)
+        return ()
 
     def _pause(self, error: str) -> None:
         """Save nothing for a while."""
@@ -344,11 +389,20 @@ class TierScheduling(SchedulerFeature):
         """Write all full blocks, as many at once as are held at once, and wait for them."""
         give_up_at = time.monotonic() + _LONGEST_END_S
         self._finish()
+        self._pace.begin(time.monotonic(), is_kept=False)
         while self._fresh and time.monotonic() < give_up_at:
-            self._save()
+            self._save(_MOST_SAVES)
             if not self._is_busy:
                 return  # no step that computes the others is done
             self._finish()
+
+    def _save_what_is_left(self) -> None:
+        """Write all full blocks, if the workers can."""
+        try:
+            if not self._services.has_lost_workers():
+                self._save_all()
+        except PenstockError as error:
+            logger.info("The last blocks of the KV cache are not saved: %s", error)
 
     def _finish(self) -> None:
         """Wait for the moves that have begun."""
@@ -358,6 +412,9 @@ class TierScheduling(SchedulerFeature):
             if self._is_busy:
                 time.sleep(0.001)
 
+    def before_caches_are_dropped(self) -> None:
+        self._save_what_is_left()
+
     def before_reset(self) -> None:
         if self._is_busy and not self._services.has_lost_workers():
             self._finish()
@@ -365,6 +422,20 @@ class TierScheduling(SchedulerFeature):
         self._folders = []
         self._fresh.clear()
         self._tried.clear()
+
+    def reset_connector(self) -> bool:
+        """Remove all blocks of this engine's fingerprint, which other engines that share the folder compute again."""
+        try:
+            folders = self._folders_of_ranks
+        except PenstockError as error:
+            logger.warning("The blocks in kv_offload_dir are not removed: %s", error)
+            return False
+        failures = [failure for folder in folders for failure in remove_folder(Path(folder))]
+        if failures:
+            logger.warning("%d blocks in kv_offload_dir are not removed: %s", len(failures), failures[0])
+        # It is described anew with its next block.
+        self._folders = []
+        return not failures
 
     def workers_replaced(self) -> None:
         for load in {id(load): load for load in self._loads.values()}.values():
@@ -395,10 +466,6 @@ class TierScheduling(SchedulerFeature):
 
     def close(self) -> None:
         self._idle_turns.close()
-        try:
-            if not self._services.has_lost_workers():
-                self._save_all()
-        except PenstockError as error:
-            logger.info("The last blocks of the KV cache are not saved: %s", error)
+        self._save_what_is_left()
         self._copies.close()
         self._limit.close()

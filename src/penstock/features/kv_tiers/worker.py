@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 from penstock.contract.memory_tags import KV_CACHE
-from penstock.features.kv_files.files import DamagedBlock, folder_of, path_of, read_block, write_about, write_block
+from penstock.device.limits import cpu_quota, physical_cores, usable_cpus
+from penstock.features.kv_files.files import (
+    DamagedBlock,
+    folder_of,
+    path_of,
+    read_block,
+    remove_folder,
+    write_about,
+    write_block,
+)
 from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
@@ -46,11 +55,16 @@ class TierWorker(WorkerFeature):
         self._owner = _CacheOwner()
         self._done: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
         self._futures: set[Future[None]] = set()
-        self._loads: ThreadPoolExecutor | None = None
-        self._saves: ThreadPoolExecutor | None = None
+        self._loads = ThreadPoolExecutor(_NUM_LOAD_THREADS, "kv-tier-load")
+        self._saves = ThreadPoolExecutor(1, "kv-tier-save")
         self._digest: str | None = None
-        # Weights that are not those of the start are known to this process alone.
+        # Weights that are not those of the start are known to this process alone, and so are their folders: that of
+        # the present ones, and those of earlier ones, which are removed.
         self._nonce = secrets.token_hex(8)
+        self._pushed_folder: str | None = None
+        self._old_folders: list[str] = []
+        self._about: dict[str, Any] = {}
+        self._takes_cores = services.device.kind == "cpu" and not _has_spare_core()
 
     def slot_owners(self) -> Sequence[SlotOwner]:
         return (self._owner,)
@@ -64,13 +78,18 @@ class TierWorker(WorkerFeature):
         version = 0 if services.updates is None else services.updates.version
         digest = self._digest if not version else digest_of({"of": self._digest, self._nonce: version})
         folder = str(folder_of(services.config.kv_tiers.folder, digest))
+        if self._pushed_folder is not None and self._pushed_folder != folder:
+            self._old_folders.append(self._pushed_folder)
+            self._saves.submit(self._remove_old_folders)
+        self._pushed_folder = folder if version else None
+        self._about = self._described(version)
         try:
-            write_about(folder, self._about(version))
+            write_about(folder, self._about)
         except OSError as error:
             logger.warning("Nothing can be kept in %s: %s", folder, error)
         return folder
 
-    def _about(self, version: int) -> dict[str, Any]:
+    def _described(self, version: int) -> dict[str, Any]:
         config = self._services.config
         return {
             "model": str(config.model.model),
@@ -88,12 +107,8 @@ class TierWorker(WorkerFeature):
 
         folders: of all ranks, as `kv_tier_folder` says.
         """
-        if moves and (self._loads is None or self._saves is None):
-            self._loads = ThreadPoolExecutor(_NUM_LOAD_THREADS, "kv-tier-load")
-            self._saves = ThreadPoolExecutor(1, "kv-tier-save")
         for move in moves:
             threads = self._loads if move.is_load else self._saves
-            assert threads is not None
             future = threads.submit(self._move, folders[self._services.rank], move)
             self._futures.add(future)
             future.add_done_callback(self._futures.discard)
@@ -108,8 +123,15 @@ class TierWorker(WorkerFeature):
 
     def close(self) -> None:
         for threads in (self._loads, self._saves):
-            if threads is not None:
-                threads.shutdown(wait=True, cancel_futures=True)
+            threads.shutdown(wait=True, cancel_futures=True)
+        if self._pushed_folder is not None:
+            self._old_folders.append(self._pushed_folder)
+        self._remove_old_folders()
+
+    def _remove_old_folders(self) -> None:
+        """Remove blocks of weights that this process alone knew."""
+        while self._old_folders:
+            remove_folder(Path(self._old_folders.pop()))
 
     @property
     def _kv_cache(self) -> PagedKVCache:
@@ -117,33 +139,37 @@ class TierWorker(WorkerFeature):
         return self._owner.kv_cache
 
     def _move(self, folder: str, move: Move) -> None:
-        path, error, num_bytes = path_of(folder, move.key), None, 0
+        path, error, num_bytes, begin = path_of(folder, move.key), None, 0, time.thread_time()
         try:
             pages = self._kv_cache.pages_of_block(move.key[0], move.block_id)
             if move.is_load:
                 num_bytes = self._load(path, pages)
             else:
-                num_bytes = write_block(path, [_bytes_of(page.cpu()) for page in pages])
+                write_about(folder, self._about)
+                on_host = [page.cpu().numpy() for page in pages]
+                num_bytes = write_block(path, on_host, keeps_in_memory=not move.is_beside_steps)
         except DamagedBlock as damage:
             error = str(damage)
             Path(path).unlink(missing_ok=True)
         except Exception as failure:  # of the thread's own: a result tells it
             error = f"{type(failure).__name__}: {failure}"
-        self._done.put(MoveResult(move.move_id, num_bytes, error))
+        cost_s = time.thread_time() - begin if self._takes_cores and not move.is_load else 0.0
+        self._done.put(MoveResult(move.move_id, num_bytes, error, cost_s))
 
     def _load(self, path: str, pages: Sequence[Tensor]) -> int:
         if self._services.device.kind == "cpu":
-            return read_block(path, [_bytes_of(page) for page in pages])
+            return read_block(path, [page.numpy() for page in pages])
         staged = [torch.empty(page.shape, dtype=page.dtype, pin_memory=True) for page in pages]
-        num_bytes = read_block(path, [_bytes_of(page) for page in staged])
+        num_bytes = read_block(path, [page.numpy() for page in staged])
         for page, read in zip(pages, staged, strict=True):
             page.copy_(read)
         return num_bytes
 
 
-def _bytes_of(page: Tensor) -> memoryview:
-    """Memory of a page on the host."""
-    return page.numpy().data
+def _has_spare_core() -> bool:
+    """Whether there are cores that the steps do not use."""
+    num_cores = len(physical_cores(usable_cpus()))
+    return torch.get_num_threads() < min(num_cores, cpu_quota() or num_cores)
 
 
 def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> dict[str, Any]:

@@ -120,6 +120,9 @@ class SleepScheduling(SchedulerFeature):
     def reserve_sleep(self, state: EngineState) -> list[str | None]:
         """Back up what a sleep keeps, and give nothing back yet. Returns why that fails, of each rank."""
         self._services.replace_lost_workers(None)
+        if KV_CACHE in state.tags:
+            for feature in self._scheduler.features:
+                feature.before_caches_are_dropped()
         if KV_CACHE in state.tags and not self._scheduler.reset_prefix_cache(reset_running_requests=True):
             return ["Blocks of the KV cache are being transferred. Let the engine sleep once that is done."]
         tags = [tag for tag in state.tags if tag not in self._asleep]
