@@ -72,6 +72,10 @@ def answers(core: EngineCore) -> list[Result]:
     return run(core, PROMPTS, greedy(8, logprobs=2))
 
 
+def same(found: list[Result], expected: list[Result]) -> bool:
+    return [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in expected]
+
+
 def count(core: EngineCore, name: str) -> int:
     return core.stats().counters[name]
 
@@ -88,7 +92,7 @@ def test_an_engine_copies_what_another_one_has_computed(tmp_path: Path, secret: 
         with driven(one):
             # Blocks that are about to be written are waited for.
             found = answers(two)
-        assert [(one.tokens, one.logprobs) for one in found] == [(one.tokens, one.logprobs) for one in expected]
+        assert same(found, expected)
         assert count(two, "kv_tier_copied_bytes") > 0
         assert count(two, "external_prefix_cache_hits") == sum(result.num_cached_tokens for result in found) > 100
         two.scheduler.kv_cache.check_integrity()
@@ -184,3 +188,46 @@ def test_an_address_that_is_taken_is_an_error(tmp_path: Path, secret: Path) -> N
             engine(tmp_path / "model", "one", secret, kv_listen=address),
         ):
             pass
+
+
+def test_a_peer_that_is_started_again_with_other_weights_gives_no_block_of_these(
+    tmp_path: Path, secret: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    tiny_checkpoint(tmp_path / "others", seed=1)
+    address = free_address()
+    with engine(tmp_path / "model", "zero", secret) as zero:
+        expected = answers(zero)
+    with engine(tmp_path / "model", "two", secret, kv_peers=address) as two:
+        with engine(tmp_path / "model", "one", secret, kv_listen=address) as one:
+            run(one, PROMPTS[:1], greedy(1))
+            with driven(one):
+                assert same(run(two, PROMPTS[:1], greedy(8, logprobs=2)), expected[:1])
+        copied = count(two, "kv_tier_copied_bytes")
+        assert copied > 0
+        with engine(tmp_path / "others", "other", secret, kv_listen=address) as one:
+            assert not same(answers(one), expected)
+            with driven(one):
+                assert same(answers(two), expected)
+        assert count(two, "kv_tier_copied_bytes") == copied
+    assert f"The peer {address} has no blocks that this engine can use" in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_peer", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_shares_of_other_ranks_are_not_copied_and_the_log_says_so(
+    tmp_path: Path, secret: Path, caplog: pytest.LogCaptureFixture, of_peer: dict[str, Any]
+) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    address = free_address()
+    with engine(tmp_path / "model", "zero", secret) as zero:
+        expected = answers(zero)
+    with (
+        engine(tmp_path / "model", "one", secret, kv_listen=address, **of_peer) as one,
+        engine(tmp_path / "model", "two", secret, kv_peers=address) as two,
+    ):
+        answers(one)
+        with driven(one):
+            assert same(answers(two), expected)
+        assert count(two, "kv_tier_copied_bytes") == 0
+    assert caplog.text.count("it has ranks 2 in place of 1") == 1

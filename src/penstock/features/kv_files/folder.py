@@ -43,13 +43,13 @@ def blocks_in(root: Path) -> list[Blocks]:
     if not root.is_dir():
         raise ConfigError(f"{root} is not a folder. Name the folder of the option kv_offload_dir.")
     found = []
-    for folder in _folders(root):
+    for folder in folders_in(root):
         sizes, times = [], []
         for entry in block_files(folder):
             status = entry.stat()
             sizes.append(status.st_size)
             times.append(status.st_mtime)
-        found.append(Blocks(folder.name, _about(folder), len(sizes), sum(sizes), max(times, default=None)))
+        found.append(Blocks(folder.name, about_in(folder), len(sizes), sum(sizes), max(times, default=None)))
     return sorted(found, key=lambda one: -(one.last_used or 0.0))
 
 
@@ -122,12 +122,12 @@ def _add(tar: tarfile.TarFile, root: Path, path: Path) -> int:
     return 1
 
 
-def _folders(root: Path) -> Iterator[Path]:
+def folders_in(root: Path) -> Iterator[Path]:
     if (root / LAYOUT).is_dir():
         yield from sorted(path for path in (root / LAYOUT).iterdir() if path.is_dir())
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def about_in(folder: Path) -> dict[str, Any]:
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -12,34 +12,48 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
 
 from penstock.errors import ConfigError, PenstockError
 from penstock.features.kv_files.files import LAYOUT, whole_file
+from penstock.features.kv_files.folder import about_in, folders_in
 
 logger = logging.getLogger(__name__)
 _PATH = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}}")
-# Files of one question, and files asked for at once.
-_MOST_PATHS, _AT_ONCE = 1 << 16, 8
+# Files of one question, its size, and files asked for at once.
+_MOST_PATHS, _MOST_QUESTION_BYTES, _AT_ONCE = 1 << 12, 1 << 20, 8
 _MOST_BYTES = 1 << 30
+# Clients of a server, and their questions that wait for blocks.
+_MOST_CONNECTIONS, _MOST_PENDING = 256, 1024
 # Seconds that a server waits for blocks which are about to be written, a client for an answer, and without asking a
 # peer that has not answered.
 _WAIT_S, _TIMEOUT_S, _PAUSE_S = 5.0, 10.0, 10.0
+_HANDSHAKE_MS = 3000
+# Seconds without connections after there were too many, and between two warnings.
+_CLOSED_S, _WARN_S = 1.0, 60.0
 _POLL_MS, _IDLE_MS = 5, 200
+# Fields of the description of blocks that are compared for the log.
+_COMPARED = ("model", "ranks", "block_size", "kv_cache_dtype", "weight_version", "penstock")
 
 
 class _Question(msgspec.Struct, frozen=True):
-    """paths: of files, below the folder. wants_content: for one path, its content; otherwise whether each is there."""
+    """paths: of files, below the folder. wants_content: for one path, its content; otherwise whether each is there.
+
+    wants_about: descriptions of all blocks of the folder, by their digest, in place of both.
+    """
 
     paths: list[str]
     wants_content: bool = False
+    wants_about: bool = False
 
 
 @dataclass
@@ -74,14 +88,13 @@ class PeerServer:
         _, self._socket.curve_secretkey = _keys(secret, "server")
         self._socket.curve_server = True
         self._socket.linger = 0
-        self._socket.maxmsgsize = _MOST_PATHS * 128
-        self._socket.sndhwm = 2 * _AT_ONCE
+        self._socket.maxmsgsize, self._socket.handshake_ivl = _MOST_QUESTION_BYTES, _HANDSHAKE_MS
+        self._socket.sndhwm = self._socket.rcvhwm = 2 * _AT_ONCE
+        self._connections = _Connections(self._socket, f"tcp://{address}")
         try:
-            self._socket.bind(f"tcp://{address}")
+            self._connections.listen()
         except zmq.ZMQError as error:
-            self._socket.close()
-            self._authenticator.stop()
-            self._context.term()
+            self._close_sockets()
             raise ConfigError(f"kv_listen={address!r}: {error.strerror}. Give another address.") from error
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-tier-server", daemon=True)
@@ -90,38 +103,73 @@ class PeerServer:
     def close(self) -> None:
         self._is_closed = True
         self._thread.join()
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        self._connections.close()
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
 
     def _run(self) -> None:
         pending: list[_Pending] = []
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._connections.monitor, zmq.POLLIN)
         while not self._is_closed:
-            while self._socket.poll(_POLL_MS if pending else _IDLE_MS):
-                client, *frames = self._socket.recv_multipart()
-                try:
-                    question = msgspec.msgpack.decode(frames[-1], type=_Question)
-                except (msgspec.MsgspecError, IndexError):
-                    continue
-                pending.append(_Pending(client, question, time.monotonic() + _WAIT_S))
-                if len(pending) >= _AT_ONCE:
-                    break
-            to_come = self._names_to_come() if pending else set()
-            now = time.monotonic()
-            waits = [one for one in pending if now < one.until and not to_come.isdisjoint(_names(one.question))]
-            for one in pending:
-                if one not in waits:
+            poller.poll(_POLL_MS if pending else _IDLE_MS)
+            self._connections.update()
+            pending += self._questions()
+            pending = self._answer_all(pending)
+
+    def _questions(self) -> Iterable[_Pending]:
+        """Questions that have come; what is none gets no answer."""
+        for _ in range(_AT_ONCE):
+            try:
+                client, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                question = msgspec.msgpack.decode(frames[-1], type=_Question)
+            except (msgspec.MsgspecError, UnicodeError, IndexError):
+                continue
+            yield _Pending(client, question, time.monotonic() + _WAIT_S)
+
+    def _answer_all(self, pending: list[_Pending]) -> list[_Pending]:
+        """Answer the questions that wait for nothing; return the others."""
+        to_come = self._names_to_come() if pending else set()
+        now, waits = time.monotonic(), []
+        for number, one in enumerate(pending, start=1):
+            may_wait = now < one.until and len(pending) - number < _MOST_PENDING
+            try:
+                if may_wait and self._awaits(one.question, to_come):
+                    waits.append(one)
+                else:
                     self._answer(one)
-            pending = waits
+            except Exception as error:  # of one question: the others are answered
+                logger.warning("A question of a peer is not answered: %s: %s", type(error).__name__, error)
+        return waits
+
+    def _awaits(self, question: _Question, to_come: Collection[str]) -> bool:
+        """Whether a file is about to be written, and not there from before."""
+        names = ((path, path.rpartition("/")[2]) for path in question.paths)
+        return any(name in to_come and not self._has(path) for path, name in names)
+
+    def _has(self, path: str) -> bool:
+        return _PATH.fullmatch(path) is not None and (self._root / path).exists()
 
     def _answer(self, one: _Pending) -> None:
-        paths = [path if _PATH.fullmatch(path) else None for path in one.question.paths[:_MOST_PATHS]]
-        if not one.question.wants_content:
-            answer = bytes(path is not None and (self._root / path).exists() for path in paths)
+        question = one.question
+        if question.wants_about:
+            answer = msgspec.msgpack.encode({folder.name: about_in(folder) for folder in folders_in(self._root)})
+        elif question.wants_content:
+            path = next(iter(question.paths), "")
+            answer = _read(self._root / path) if _PATH.fullmatch(path) else b""
         else:
-            answer = b"" if not paths or paths[0] is None else _read(self._root / paths[0])
+            answer = bytes(self._has(path) for path in question.paths[:_MOST_PATHS])
+        frames = [one.client, *(path.encode() for path in question.paths[:1]), answer]
         try:
-            self._socket.send_multipart([one.client, *map(str.encode, one.question.paths[:1]), answer], zmq.NOBLOCK)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:
             logger.debug("A peer that asked for blocks is gone")
 
@@ -136,6 +184,48 @@ class _OneClient:
         return key == self._key
 
 
+class _Connections:
+    """Limit of a listening socket's connections, most of which may be strangers': above it, all of them are closed.
+
+    Peers connect again by themselves; what they have asked for meanwhile, they compute.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], endpoint: str) -> None:
+        self._socket, self._endpoint = socket, endpoint
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
+        self._count = 0
+        # Seconds of `time.monotonic` at which it listens again; None while it does.
+        self._listen_at: float | None = 0.0
+        self._warn_at = 0.0
+
+    def listen(self) -> None:
+        self._count, self._listen_at = 0, None
+        self._socket.bind(self._endpoint)
+
+    def update(self) -> None:
+        """Count the connections, close too many, and listen again after a while."""
+        while self.monitor.poll(0):
+            self._count += 1 if recv_monitor_message(self.monitor)["event"] == zmq.EVENT_ACCEPTED else -1
+        now = time.monotonic()
+        if self._listen_at is None and self._count > _MOST_CONNECTIONS:
+            # Ends all connections of the address, too.
+            self._socket.unbind(self._endpoint)
+            self._listen_at = now + _CLOSED_S
+            if now >= self._warn_at:
+                self._warn_at = now + _WARN_S
+                logger.warning("%s had %d connections, and has closed them all", self._endpoint, self._count)
+        elif self._listen_at is not None and now >= self._listen_at:
+            try:
+                self.listen()
+            except zmq.ZMQError as error:
+                self._listen_at = now + _CLOSED_S
+                logger.debug("%s is not free yet: %s", self._endpoint, error)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self.monitor.close(linger=0)
+
+
 class Peers:
     """Copies files of other engines' folders, in a thread. root: folder of this engine."""
 
@@ -145,6 +235,8 @@ class Peers:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         # Seconds of `time.monotonic` until which peers are not asked.
         self._paused: dict[str, float] = {}
+        # Addresses that were compared with a kind of blocks of this engine, by its digest.
+        self._compared: set[tuple[str, str]] = set()
         self._thread = threading.Thread(target=self._run, name="kv-tier-client", daemon=True)
         self._thread.start()
 
@@ -178,28 +270,53 @@ class Peers:
         for address in self._addresses:
             if self._paused.get(address, 0.0) > now:
                 continue
+            there: set[str] = set()
             try:
                 with self._connected(address) as socket:
-                    socket.send(msgspec.msgpack.encode(_Question(list(paths))))
-                    answer = _received(socket)
+                    for first in range(0, len(paths), _MOST_PATHS):
+                        asked = list(paths[first : first + _MOST_PATHS])
+                        socket.send(msgspec.msgpack.encode(_Question(asked)))
+                        there.update(
+                            path for path, is_there in zip(asked, _received(socket)[1], strict=True) if is_there
+                        )
+                    if not there:
+                        self._compare(address, socket, paths[0].split("/")[1])
             except Exception as error:  # whatever it is, the request that waits for the answer goes on
                 self._pause(address, error)
                 continue
-            if any(answer):
-                return address, {path for path, is_there in zip(paths, answer, strict=False) if is_there}
+            if there:
+                return address, there
         return "", set()
 
+    def _compare(self, address: str, socket: zmq.Socket[bytes], digest: str) -> None:
+        """Say once how a peer's blocks differ from this engine's, where it has none that this engine can use."""
+        if (address, digest) in self._compared:
+            return
+        socket.send(msgspec.msgpack.encode(_Question([], wants_about=True)))
+        theirs = msgspec.msgpack.decode(_received(socket)[1], type=dict[str, dict[str, Any]])
+        if not theirs:
+            return  # it has computed nothing yet
+        self._compared.add((address, digest))
+        if digest not in theirs:
+            ours = about_in(self._root / LAYOUT / digest)
+            logger.warning(
+                "The peer %s has no blocks that this engine can use, and prompts are computed: it has %s",
+                address,
+                _difference(theirs.values(), ours),
+            )
+
     def _copy(self, address: str, paths: Sequence[str]) -> int:
-        total, asked, left = 0, 0, len(paths)
+        total, unasked, missing = 0, list(reversed(paths)), set(paths)
         try:
             with self._connected(address) as socket:
-                while left:
-                    while asked < len(paths) and asked - (len(paths) - left) < _AT_ONCE:
-                        socket.send(msgspec.msgpack.encode(_Question([paths[asked]], wants_content=True)))
-                        asked += 1
-                    path = paths[len(paths) - left]
-                    content = _received(socket)
-                    left -= 1
+                while missing:
+                    while unasked and len(missing) - len(unasked) < _AT_ONCE:
+                        socket.send(msgspec.msgpack.encode(_Question([unasked.pop()], wants_content=True)))
+                    # Answers may come in another order: that for a block in the making waits.
+                    path, content = _received(socket)
+                    if path not in missing:
+                        raise PenstockError(f"it has sent {path!r}, which was not asked for")
+                    missing.remove(path)
                     if content:
                         with whole_file(self._root / path) as file:
                             file.write(content)
@@ -222,16 +339,24 @@ class Peers:
         self._paused[address] = time.monotonic() + _PAUSE_S
 
 
-def _received(socket: zmq.Socket[bytes]) -> bytes:
-    """The answer to the oldest question."""
+def _received(socket: zmq.Socket[bytes]) -> tuple[str, bytes]:
+    """The next answer, after the first path of its question. Raises PenstockError where none comes."""
     try:
-        return socket.recv_multipart()[-1]
+        *path, answer = socket.recv_multipart()
     except zmq.Again as error:
         raise PenstockError(f"it has not answered for {_TIMEOUT_S:.0f} s") from error
+    return path[0].decode() if path else "", answer
 
 
-def _names(question: _Question) -> list[str]:
-    return [path.rpartition("/")[2] for path in question.paths]
+def _difference(theirs: Collection[Mapping[str, Any]], ours: Mapping[str, Any]) -> str:
+    """How the blocks that are most like this engine's differ from these."""
+
+    def differing(one: Mapping[str, Any]) -> list[str]:
+        return [name for name in _COMPARED if one.get(name) != ours.get(name)]
+
+    nearest = min(theirs, key=lambda one: len(differing(one)))
+    shown = (f"{name} {nearest.get(name)!r} in place of {ours.get(name)!r}" for name in differing(nearest))
+    return ", ".join(shown) or "other options, kernels or weights"
 
 
 def _read(path: Path) -> bytes:
