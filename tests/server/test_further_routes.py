@@ -78,6 +78,18 @@ def test_tokens_are_streamed(server: Served) -> None:
     assert done == "[DONE]"
 
 
+def test_a_choice_that_ends_before_others_ends_once_in_a_stream(server: Served) -> None:
+    params = {"max_tokens": 12, "seed": 3, "n": 4, "temperature": 2.0, "ignore_eos": True}
+    body: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": params}
+    each = [set(one["token_ids"]) for one in server.post("/inference/v1/generate", body).json["choices"]]
+    only = next(iter(each[1] - each[0] - each[2] - each[3]))
+    body |= {"sampling_params": {**params, "stop_token_ids": [only]}, "stream": True}
+    *chunks, _ = events_of(server.post("/inference/v1/generate", body).body)
+    choices = [choice for chunk in chunks for choice in json.loads(chunk)["choices"]]
+    ends = sorted((one["index"], one["finish_reason"]) for one in choices if one["finish_reason"] is not None)
+    assert ends == [(0, "length"), (1, "stop"), (2, "length"), (3, "length")]
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [

@@ -32,6 +32,7 @@ _BUILT_IN = (
     "penstock.features.multimodal",
     "penstock.features.encoder_decoder",
     "penstock.features.weight_transfer",
+    "penstock.features.kv_transfer",
     "penstock.features.kv_tiers",
     "penstock.features.kv_connector",
     # The last one: workers that replace lost ones sleep once the others have brought back their state.

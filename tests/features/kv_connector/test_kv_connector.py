@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,10 +13,14 @@ from typing import Any
 import pytest
 
 from features.kv_connector.memory_connector import STORES
+from features.kv_connector.page_connector import PageConnector
 from penstock.contract import Parts, RpcCall, part_of
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
-from penstock.features.kv_connector.messages import KVTransferPart, KVTransferResult
+from penstock.features.kv_transfer import KVTransferPart, KVTransferResult
+from support.adapted_models import adapted
+from support.adapted_models import run as run_adapted
+from support.adapters import VARIANTS
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
@@ -48,7 +51,7 @@ def transfer(policy: str = "recompute", **extra: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def engine(model: Path, config: dict[str, Any] | None, **options: Any) -> Iterator[EngineCore]:
+def engine(model: Path | str, config: dict[str, Any] | None, **options: Any) -> Iterator[EngineCore]:
     core = make_core(model, kv_transfer_config=config, **options)
     try:
         yield core
@@ -84,6 +87,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("llama", {}),
     "windows": ("gemma2", {}),
     "latents": ("deepseek_v3", {}),
+    "bfloat16-cache": ("llama", {"kv_cache_dtype": "bfloat16"}),
     "int8-cache": ("llama", {"kv_cache_dtype": "int8"}),
     "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "asynchronous": ("llama", {"async_scheduling": True}),
@@ -104,6 +108,37 @@ def test_a_new_engine_loads_what_an_earlier_one_saved(tmp_path: Path, case: str,
             assert counter(core, "external_prefix_cache_hits") == num_loaded
             core.scheduler.kv_cache.check_integrity()
             assert not core.scheduler.kv_cache.num_used_blocks
+
+
+def test_requests_of_several_adapters_load_their_own_blocks(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with adapted(tmp_path, variants=VARIANTS[:2]) as model:
+        # Each prompt with each adapter, and with none.
+        prompts = [prompt for prompt in PROMPTS for _ in range(3)]
+        numbers = [0, 1, 2] * len(PROMPTS)
+        with engine(model.folder, None, **options) as core:
+            expected = run_adapted(core, model, prompts, numbers)
+        with engine(model.folder, transfer(), **options) as core:
+            for num_loaded in (0, 3 * NUM_LOADED):
+                before = counter(core, "external_prefix_cache_hits")
+                assert same(run_adapted(core, model, prompts, numbers), expected)
+                assert counter(core, "external_prefix_cache_hits") - before == num_loaded
+                assert core.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("beside", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_drafts_of_a_head_after_blocks_that_were_loaded(beside: int) -> None:
+    options: dict[str, Any] = {
+        "speculative_config": {"method": "eagle3", "num_speculative_tokens": 3},
+        "kv_cache_memory_bytes": "16MiB",
+    }
+    with engine("demo", None, **options) as core:
+        expected = answers(core)
+    for num_loaded in (0, NUM_LOADED):
+        with engine("demo", transfer(beside=beside), **options) as core:
+            assert same(answers(core), expected)
+            assert counter(core, "external_prefix_cache_hits") == num_loaded
+            core.scheduler.kv_cache.check_integrity()
 
 
 def fill(model: Path, prompts: Sequence[Sequence[int]] = PROMPTS, **options: Any) -> list[Result]:
@@ -266,7 +301,12 @@ def test_several_connectors_save_all_and_load_from_the_first_that_has_blocks(tmp
         (
             {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
             {},
-            "kv_connector='NixlConnector' does not come with",
+            "kv_connector='NixlConnector' does not come with Penstock. Use kv_offload_dir with kv_listen and kv_peers",
+        ),
+        (
+            {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+            {},
+            "does not come with Penstock. Use kv_offload_dir (docs/kv_tiers.md) in place of kv_transfer_config",
         ),
         ({**transfer(), "kv_connector": "STORES"}, {}, "'STORES' of features.kv_connector.memory_connector is not a"),
         ({**transfer(), "kv_connector_module_path": "no.where"}, {}, "kv_connector_module_path='no.where' cannot be"),
@@ -291,31 +331,18 @@ def test_models_whose_blocks_cannot_be_loaded_are_refused(tmp_path: Path) -> Non
 def test_the_connector_of_the_page_serves_several_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: dict[str, Any]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "kv_connectors.md").read_text()
-    (tmp_path / "modules").mkdir()
-    (tmp_path / "blocks").mkdir()
-    code = page.partition("<!-- file: folder_connector.py -->\n```python\n")[2].partition("```")[0]
-    (tmp_path / "modules" / "folder_connector.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path / "modules")
-    monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
+    page = PageConnector(tmp_path, monkeypatch)
     tiny_checkpoint(tmp_path / "model")
-    config = {
-        "kv_connector": "FolderConnector",
-        "kv_connector_module_path": "folder_connector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"folder": str(tmp_path / "blocks")},
-    }
     with engine(tmp_path / "model", None, **ranks) as core:
         expected = answers(core)
     for num_loaded in (0, NUM_LOADED):
-        with engine(tmp_path / "model", config, **ranks) as core:
+        with engine(tmp_path / "model", page.config, **ranks) as core:
             assert same(answers(core), expected)
             assert counter(core, "external_prefix_cache_hits") == num_loaded
     # A block that one rank cannot load is computed by both.
-    for path in list((tmp_path / "blocks").glob("*-1.safetensors"))[::3]:
+    for path in list(page.blocks.glob("*-1.safetensors"))[::3]:
         path.write_bytes(b"damaged")
-    with engine(tmp_path / "model", config, **ranks) as core:
+    with engine(tmp_path / "model", page.config, **ranks) as core:
         assert same(answers(core), expected)
         assert counter(core, "kv_connector_failed_loads") > 0
 

@@ -8,7 +8,7 @@ import msgspec
 
 from penstock.contract import ArrayBytes
 from penstock.features.hidden_states.messages import HiddenStates, OutputHiddenStates
-from penstock.features.kv_connector.messages import KVTransferResult
+from penstock.features.kv_transfer import KVTransferResult
 from penstock.features.lora.request import LoRARequest
 from penstock.features.weight_transfer.messages import WeightVersion
 from penstock.scheduler.acceptance import SpecDecodeMetrics
@@ -58,6 +58,11 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     def hidden_states(self) -> HiddenStates | None:
         """Hidden states of its tokens; None unless they were requested and it has ended."""
         return self.parts.get(OutputHiddenStates.feature)
+
+    @property
+    def kv_transfer_params(self) -> dict[str, Any] | None:
+        """Parameters that the KV connector returns at its end; None without any."""
+        return self.parts.get(KVTransferResult.feature)
 
     @property
     def weight_version(self) -> int:
@@ -148,7 +153,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     @property
     def kv_transfer_params(self) -> dict[str, Any] | None:
         """Parameters that the KV connector returns at the end of the request, of its first output that has some."""
-        found = (output.parts.get(KVTransferResult.feature) for output in self.outputs)
+        found = (output.kv_transfer_params for output in self.outputs)
         return next((params for params in found if params is not None), None)
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
-from penstock.features.kv_connector.messages import ConnectorResults, ConnectorStep, KVTransferPart, KVTransferResult
+from penstock.features.kv_connector.messages import ConnectorResults, ConnectorStep
 
 
 def _has_connector(config: EngineConfig) -> bool:
@@ -14,7 +14,7 @@ def _has_connector(config: EngineConfig) -> bool:
 FEATURE = Feature(
     name="kv_connectors",
     is_on=_has_connector,
-    parts=(KVTransferPart, KVTransferResult, ConnectorStep, ConnectorResults),
+    parts=(ConnectorStep, ConnectorResults),
     scheduler_side="penstock.features.kv_connector.scheduling:ConnectorScheduling",
     worker_side="penstock.features.kv_connector.worker:ConnectorWorker",
     worker_methods=("get_kv_connector_handshake_metadata", "kv_connector_output"),

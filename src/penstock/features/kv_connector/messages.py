@@ -1,27 +1,10 @@
-"""Messages of KV connectors: what a request and its output carry, and what a step tells the workers."""
+"""Messages of KV connectors: what a step tells the workers, and what they answer."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from penstock.contract.parts import OutputPart, Part
-
-
-class KVTransferPart(Part, frozen=True, kw_only=True):
-    """Parameters of a request for the connector, which alone knows them."""
-
-    feature = "kv_transfer"
-    params: dict[str, Any]
-
-
-class KVTransferResult(OutputPart, frozen=True, kw_only=True):
-    """Parameters that the connector returns with the end of a request."""
-
-    feature = "kv_transfer_params"
-    params: dict[str, Any]
-
-    def result(self, num_tokens: int) -> dict[str, Any]:
-        return self.params
+from penstock.contract.parts import Part
 
 
 class ConnectorStep(Part, frozen=True, kw_only=True):

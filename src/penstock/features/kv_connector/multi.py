@@ -21,7 +21,7 @@ from penstock.features.kv_connector.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from penstock.features.kv_connector.load import make_connector
+from penstock.features.kv_connector.load import make_one_of
 from penstock.features.kv_connector.requests import ConnectorRequest, KVCacheBlocks
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
         shared = {"engine_id": self._kv_transfer_config.engine_id, "kv_role": self._kv_transfer_config.kv_role}
         engine, rank = vllm_config.engine, vllm_config.rank
         self._each = [
-            make_connector(engine, KVTransferConfig.of({**shared, **one}), role, kv_cache_config, rank) for one in given
+            make_one_of(engine, KVTransferConfig.of({**shared, **one}), role, kv_cache_config, rank) for one in given
         ]
         # Connectors that load for a request; those that keep its blocks, while more than one does.
         self._loads_by: dict[str, KVConnectorBase_V1] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.contract import part_of
-from penstock.features.kv_connector.messages import KVTransferPart
+from penstock.features.kv_transfer import KVTransferPart
 from penstock.scheduler.kv_cache_manager import KVCacheManager
 from penstock.scheduler.request import Request
 

@@ -17,8 +17,9 @@ from penstock.contract.parts import OutputPart
 from penstock.errors import ConfigError
 from penstock.features.kv_connector.base import KVConnectorBase_V1, KVConnectorOutput, KVConnectorRole, SupportsHMA
 from penstock.features.kv_connector.load import make_connector
-from penstock.features.kv_connector.messages import ConnectorStep, KVTransferResult, RankOutput
+from penstock.features.kv_connector.messages import ConnectorStep, RankOutput
 from penstock.features.kv_connector.requests import ConnectorRequest, KVCacheBlocks
+from penstock.features.kv_transfer import KVTransferResult
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
 from penstock.scheduler.outputs import EngineCoreOutput, FinishReason
@@ -31,6 +32,8 @@ _LOAD, _LOOKUP, _SAVE = "blocks from the KV connector", "an answer of the KV con
 # Intervals at which the ranks' results are asked for, and at which the connector is asked again, or told of a turn of
 # the core in which nothing runs.
 _ASK_S, _TELL_S = 0.003, 0.01
+# Time for which blocks of ended requests are kept without a word, and between two warnings.
+_LONG_S, _WARN_S = 300.0, 60.0
 _FAILED = "The KV cache of {} tokens could not be loaded by the KV connector (kv_load_failure_policy='fail')."
 
 
@@ -56,7 +59,6 @@ class ConnectorScheduling(SchedulerFeature):
         assert transfer is not None, "the feature is on"
         self._services, self._scheduler = services, services.scheduler
         self._kv_cache = services.scheduler.kv_cache
-        self._transfer = transfer
         if not self._kv_cache.can_reserve:
             raise ConfigError(
                 "kv_transfer_config is not valid for a model with recurrent states or cross attention, whose blocks "
@@ -71,7 +73,8 @@ class ConnectorScheduling(SchedulerFeature):
         self._due: dict[str, _Load] = {}
         self._in_steps: dict[int, list[_Load]] = {}
         self._beside: dict[str, _Load] = {}
-        self._saving: set[str] = set()
+        # When blocks of ended requests began to be kept.
+        self._saving: dict[str, float] = {}
         # Ranks that have named a request, by what they have done; blocks that a rank could not load.
         self._num_sent: Counter[str] = Counter()
         self._num_received: Counter[str] = Counter()
@@ -80,6 +83,7 @@ class ConnectorScheduling(SchedulerFeature):
         self._results: dict[str, KVTransferResult] = {}
         self._has_news = False
         self._ask_at = self._tell_at = self._look_up_at = 0.0
+        self._warn_at = 0.0
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         # Of the current workers; None while they are replaced.
         self._made: KVConnectorBase_V1 | None = None
@@ -95,7 +99,7 @@ class ConnectorScheduling(SchedulerFeature):
 
     def workers_ready(self) -> None:
         config, layout = self._services.config, self._kv_cache.config
-        self._made = made = make_connector(config, self._transfer, KVConnectorRole.SCHEDULER, layout)
+        self._made = made = make_connector(config, KVConnectorRole.SCHEDULER, layout)
         self._num_ranks = made.get_finished_count() or config.parallel.world_size
         answers = self._services.call_workers(RpcCall("get_kv_connector_handshake_metadata"))
         metadata = {rank: one for answer in answers if answer is not None for rank, one in answer.items()}
@@ -248,7 +252,7 @@ class ConnectorScheduling(SchedulerFeature):
             keeps, params = connector.request_finished(view, block_ids[0] if block_ids else [])
         if keeps and block_ids:
             self._kv_cache.hold_blocks(req_id, _SAVE)
-            self._saving.add(req_id)
+            self._saving[req_id] = time.monotonic()
         if params is not None:
             self._results[req_id] = KVTransferResult(params=params)
             self._scheduler.call_for_all_outputs(self.parts_of_outputs)
@@ -280,6 +284,21 @@ class ConnectorScheduling(SchedulerFeature):
                 self._scheduler.ready(request.req_id, _LOOKUP)
         if self._is_busy:
             self._idle_turns.want(_TELL_S)
+        if self._saving and now >= self._warn_at:
+            self._warn_of_kept_blocks(now)
+
+    def _warn_of_kept_blocks(self, now: float) -> None:
+        """Say that blocks are kept for long, which others wait for: the connector has to give them up."""
+        req_id, since = next(iter(self._saving.items()))
+        if now - since >= _LONG_S:
+            self._warn_at = now + _WARN_S
+            logger.warning(
+                "The KV connector keeps the blocks of %d ended requests, of the first, %s, for %.0f s: no rank has "
+                "named it in get_finished",
+                len(self._saving),
+                req_id,
+                now - since,
+            )
 
     def _note_turn(self) -> None:
         self._has_news = True
@@ -312,7 +331,7 @@ class ConnectorScheduling(SchedulerFeature):
         connector.update_connector_output(output)
         for req_id in output.finished_recving & self._beside.keys():
             self._end_load(req_id)
-        for req_id in output.finished_sending & self._saving:
+        for req_id in output.finished_sending & self._saving.keys():
             self._end_save(req_id)
 
     def _note_invalid(self, block_ids: set[int]) -> None:
@@ -322,7 +341,7 @@ class ConnectorScheduling(SchedulerFeature):
         self._invalid.intersection_update({one for load in loads for ids in load.block_ids for one in ids})
 
     def _end_save(self, req_id: str) -> None:
-        self._saving.remove(req_id)
+        del self._saving[req_id]
         self._kv_cache.release_blocks(req_id, _SAVE)
 
     def before_reset(self) -> None:

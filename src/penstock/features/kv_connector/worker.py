@@ -60,9 +60,7 @@ class _ConnectorOwner(SlotOwner):
 
     def use_kv_cache(self, kv_cache: PagedKVCache) -> None:
         self.close()
-        transfer = self._config.kv_connector.connector
-        assert transfer is not None, "the feature is on"
-        self._connector = make_connector(self._config, transfer, KVConnectorRole.WORKER, kv_cache.config, self.rank)
+        self._connector = make_connector(self._config, KVConnectorRole.WORKER, kv_cache.config, self.rank)
         self._pages = kv_cache.pages_of_layers()
         self._connector.register_kv_caches(self._pages)
 

@@ -11,14 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from penstock.contract import RpcCall, SamplingParams
+from penstock.contract.parts import OutputPart
 from penstock.errors import PenstockError
 from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
 from penstock.features.kv_peers.copies import PEER, Copies
 from penstock.features.kv_tiers.moves import Move, MoveResult
+from penstock.features.kv_peers.proxies import Proxies
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
 from penstock.scheduler.kv_cache_manager import PrefixHit
+from penstock.scheduler.outputs import EngineCoreOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.scheduler.state_pool import StatePool
@@ -142,6 +145,7 @@ class TierScheduling(SchedulerFeature):
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         self._counts = dict.fromkeys(_COUNTS, 0)
         self._copies = Copies(services, self)
+        self._proxies = Proxies(config)
 
     # Loads.
 
@@ -244,6 +248,13 @@ class TierScheduling(SchedulerFeature):
             waits_for.discard(load)
             if not waits_for and self._waiting.pop(req_id, None) is not None:
                 self._scheduler.ready(req_id, _LOAD)
+
+    def request_ending(self, request: Request) -> None:
+        if self._proxies.note_end(request):
+            self._scheduler.call_for_all_outputs(self.parts_of_outputs)
+
+    def parts_of_outputs(self, outputs: Sequence[EngineCoreOutput]) -> Mapping[str, OutputPart]:
+        return self._proxies.take()
 
     def request_ended(self, request: Request) -> None:
         self._tried.pop(request.req_id, None)

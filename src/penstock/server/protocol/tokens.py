@@ -13,7 +13,6 @@ from penstock.server.protocol.other_fields import OtherField
 
 _OTHERS: dict[str, OtherField] = {
     "features": OtherField((), "models here read and write text"),
-    "kv_transfer_params": OtherField((), "`/v1/completions` has it"),
     "token_offsets": OtherField(None, "it changes no answer"),
     "assistant_tokens_mask": OtherField(None, "it changes no answer"),
 }
@@ -23,7 +22,7 @@ class GenerateRequest(RequestModel):
     """Request of `/inference/v1/generate`: token ids in, token ids out.
 
     request_id: name of the request at the engine. sampling_params: fields of `SamplingParams`; without max_tokens, as
-    many as fit.
+    many as fit. kv_transfer_params: as in `SamplingFields`.
     """
 
     other_fields: ClassVar[Mapping[str, OtherField]] = _OTHERS
@@ -36,6 +35,7 @@ class GenerateRequest(RequestModel):
     stream_options: StreamOptions | None = None
     cache_salt: str | None = None
     priority: int = 0
+    kv_transfer_params: dict[str, Any] | None = None
 
     @property
     def includes_usage(self) -> bool:

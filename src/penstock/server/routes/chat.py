@@ -164,6 +164,8 @@ class ChatChoices:
             choice |= {"finish_reason": sample.finish_reason, "stop_reason": ended.stop_reason}
             choice |= sample.end_fields
         chunk = {**self._base, "choices": [choice]}
+        if ended is not None:
+            chunk |= kv_transfer_field(ended)
         if self._request.includes_usage:
             chunk["usage"] = self._samples.usage_data() if self._request.repeats_usage else None
         return chunk

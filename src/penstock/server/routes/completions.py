@@ -146,7 +146,7 @@ class CompletionChoices:
                 started.add(number)
                 if completion.finish_reason is not None:
                     ended.add(number)
-                yield event(self._chunk([choice]))
+                yield event(self._chunk([choice]) | kv_transfer_field(completion))
         if request.includes_usage:
             yield event({**self._base, "choices": [], "usage": self._usage.data()})
         yield DONE

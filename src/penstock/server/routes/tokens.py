@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.contract import SamplingParams
-from penstock.engine.inputs.prompts import DATA, PROMPT_EMBEDS, PromptDict, RenderedText, has_field
+from penstock.engine.inputs.prompts import DATA, PROMPT_EMBEDS, PromptDict, RenderedText, has_field, with_parts
 from penstock.engine.output.outputs import CompletionOutput, RequestOutput
 from penstock.server.http.body import BodyRoute
 from penstock.server.http.connection import DONE, event
@@ -22,6 +22,7 @@ from penstock.server.protocol.responses import STREAMED_TOKENS, errors
 from penstock.server.protocol.tokens import GenerateRequest
 from penstock.server.requests.chat_task import chat_client_names, prepare_chat
 from penstock.server.requests.generation import Generation, Submission
+from penstock.server.requests.kv_transfer import kv_transfer_field, kv_transfer_parts
 from penstock.server.requests.logprobs import LogprobsFormat, prompt_logprobs
 from penstock.server.requests.samples import Usage, notes_at_end
 from penstock.server.requests.sampling import client_names
@@ -44,7 +45,8 @@ async def generate(request: GenerateRequest, http: Request) -> Response:
     id = request.request_id or uuid.uuid4().hex
     with refusals(type(request).model_fields, {name: f"sampling_params.{name}" for name in _DEFAULTS}):
         params = _params(model, request)
-        prompt: PromptDict = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
+        given: PromptDict = {"prompt_token_ids": request.token_ids, "cache_salt": request.cache_salt}
+        prompt = with_parts(given, kv_transfer_parts(request))
         choices = _TokenChoices(model, request, params, id)
         return await answer(
             http,
@@ -105,6 +107,8 @@ async def _rendered(
         body["stream_options"] = request.stream_options.model_dump()
     if request.cache_salt is not None:
         body["cache_salt"] = request.cache_salt
+    if request.kv_transfer_params is not None:
+        body["kv_transfer_params"] = request.kv_transfer_params
     return body
 
 
@@ -152,22 +156,23 @@ class _TokenChoices:
         """Body of a response, from the last output."""
         (output,) = outputs
         choices = [self._choice(completion) for completion in output.outputs]
-        body: dict[str, Any] = {**self._base, "choices": choices}
+        body: dict[str, Any] = {**self._base, "choices": choices, **kv_transfer_field(output)}
         if output.prompt_logprobs is not None:
             body["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return body
 
     async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """Events of a stream."""
+        ended: set[int] = set()
         async for _, output in generation.outputs():
             self._usage.note(0, output)
-            choices = [
-                self._choice(completion)
-                for completion in output.outputs
-                if completion.token_ids or completion.finish_reason is not None
-            ]
-            if choices:
-                yield event({**self._base, "choices": choices})
+            for completion in output.outputs:
+                is_news = completion.token_ids or completion.finish_reason is not None
+                if not is_news or completion.index in ended:
+                    continue
+                if completion.finish_reason is not None:
+                    ended.add(completion.index)
+                yield event({**self._base, "choices": [self._choice(completion)], **kv_transfer_field(completion)})
         if self._request.includes_usage:
             yield event({**self._base, "choices": [], "usage": self._usage.data()})
         yield DONE
