@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import signal
 import socket
@@ -11,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock import AsyncEngine
 from penstock.config import EngineConfig
 from penstock.errors import ConfigError
 from penstock.features.kv_files.files import ABOUT
+from penstock.server.http import prefill_first
+from penstock.server.http.prefill_first import PrefillFirst
 from penstock.server.options import ServerOptions
 from penstock.server.start_checks import check_start
 from support.servers import Served, serving
@@ -106,3 +111,122 @@ def test_options_are_checked() -> None:
     options = ServerOptions(served_model_name=("demo",), prefill_url="http://there")
     with pytest.raises(ConfigError, match="prefill_url needs kv_offload_dir"):
         check_start(options, EngineConfig.create("demo"))
+
+
+class Odd:
+    """Server of prompts on a socket, which answers with some bytes; with None, only to questions about its health."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self._answer = answer
+        self.requests: list[bytes] = []
+        self.is_healthy = True
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        self.requests.append(head)
+        if head.startswith(b"GET /base/health "):
+            writer.write(b"HTTP/1.1 %d x\r\nContent-Length: 0\r\n\r\n" % (200 if self.is_healthy else 503))
+        elif self._answer is not None:
+            writer.write(self._answer)
+        else:
+            await asyncio.sleep(60)
+        writer.close()
+
+
+async def send(middleware: PrefillFirst, body: bytes, headers: dict[str, str] | None = None) -> list[Message]:
+    """Send a completion request through the middleware; return what the application behind it receives."""
+    given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given}
+    half = len(body) // 2
+    messages = [
+        {"type": "http.request", "body": body[:half], "more_body": True},
+        {"type": "http.request", "body": body[half:], "more_body": False},
+    ]
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def ignore(message: Message) -> None:
+        raise AssertionError("it sends nothing itself")
+
+    received.clear()
+    await middleware(scope, receive, ignore)
+    return received.copy()
+
+
+received: list[Message] = []
+
+
+async def app(scope: Scope, receive: Receive, send: Send) -> None:
+    received.append(await receive())
+    received.append(await receive())
+
+
+@pytest.mark.parametrize(
+    ("answer", "fails"),
+    [
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", False),
+        (b"HTTP/1.1 400 Bad\r\n\r\n", False),
+        (b"HTTP/1.1 503 Later\r\n\r\n", True),
+        (b"", True),
+        (b"garbage\r\n", True),
+        (b"x" * 100_000, True),
+        (None, True),
+    ],
+    ids=["answers", "refuses", "is-not-ready", "closes", "is-no-server", "sends-no-line", "hangs"],
+)
+def test_requests_go_on_whatever_the_server_of_prompts_does(
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None, fails: bool
+) -> None:
+    monkeypatch.setattr(prefill_first, "_PROBE_S", 0.1)
+    body = json.dumps({"prompt": "x" * 300, "max_tokens": 9, "stream": True}).encode()
+
+    async def run() -> None:
+        odd = Odd(answer)
+        server = await asyncio.start_server(odd.serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        middleware = PrefillFirst(app, url=f"http://127.0.0.1:{port}/base/", min_bytes=200)
+        sending = asyncio.ensure_future(send(middleware, body, {"authorization": "Bearer a"}))
+        if answer is None:
+            # It is waited for as long as it is healthy.
+            while len(odd.requests) < 4:
+                await asyncio.sleep(0.01)
+            assert not sending.done()
+            odd.is_healthy = False
+        assert b"".join(one["body"] for one in await sending) == body
+        assert odd.requests[0].startswith(b"POST /base/v1/completions HTTP/1.1\r\n")
+        assert b"\r\nauthorization: Bearer a\r\n" in odd.requests[0]
+        num_requests = len(odd.requests)
+        await send(middleware, body)
+        assert (len(odd.requests) == num_requests) is fails
+        # What another server has sent on, or a proxy has sent to another server before, is not sent again.
+        num_requests = len(odd.requests)
+        middleware._paused_until = 0.0
+        await send(middleware, body, {"x-penstock-prefill": "1"})
+        await send(middleware, json.dumps({"prompt": "x" * 300, "kv_transfer_params": {}}).encode())
+        assert len(odd.requests) == num_requests
+        server.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [], "max_tokens": 5, "max_completion_tokens": 5, "n": 3, "stream": True, "seed": 1},
+            {"messages": [], "max_completion_tokens": 1, "stream": False, "seed": 1},
+        ),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"max_tokens": 7, "n": 2, "seed": 1}, "stream_options": {}},
+            {"token_ids": [1], "sampling_params": {"max_tokens": 1, "seed": 1}, "stream": False},
+        ),
+        ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, None),
+        ("/v1/completions", [1], None),
+    ],
+)
+def test_the_prompt_is_asked_for_alone(path: str, body: Any, expected: Any) -> None:
+    found = prefill_first._prompt_alone(json.dumps(body).encode(), path)
+    assert (None if found is None else json.loads(found)) == expected

@@ -33,8 +33,8 @@ class ServerProcess:
             )
         self.url = ""
 
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+    def wait_until_ready(self, patience_s: float = PATIENCE_S) -> None:
+        deadline = time.monotonic() + patience_s
         while (match := _ADDRESS.search(self.text)) is None:
             assert self.process.poll() is None, self.text
             assert time.monotonic() < deadline, self.text

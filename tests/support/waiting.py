@@ -12,17 +12,17 @@ import psutil
 PATIENCE_S = 60.0
 
 
-def wait_until(is_so: Callable[[], object], what: str = "") -> None:
-    """Wait until a condition holds. Fails after `PATIENCE_S`, with the condition's description."""
-    deadline = time.monotonic() + PATIENCE_S
+def wait_until(is_so: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
+    """Wait until a condition holds. Fails after `patience_s`, with the condition's description."""
+    deadline = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
         time.sleep(0.005)
 
 
-async def until(is_so: Callable[[], object], what: str = "") -> None:
+async def until(is_so: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S) -> None:
     """As `wait_until`, in a coroutine."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + patience_s
     while not is_so():
         assert time.monotonic() < deadline, f"it never happened: {what}" if what else "it never happened"
         await asyncio.sleep(0.001)
