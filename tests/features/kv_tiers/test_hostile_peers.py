@@ -17,8 +17,8 @@ import msgspec
 import pytest
 import zmq
 
-from penstock.features.kv_peers import peers
 from penstock.features.kv_files.files import LAYOUT
+from penstock.features.kv_peers import peers
 from penstock.features.kv_peers.peers import Peers, PeerServer
 from support.waiting import wait_until
 

@@ -15,8 +15,8 @@ from penstock.contract.parts import OutputPart
 from penstock.errors import PenstockError
 from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
 from penstock.features.kv_peers.copies import PEER, Copies
-from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.features.kv_peers.proxies import Proxies
+from penstock.features.kv_tiers.moves import Move, MoveResult
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
