@@ -21,6 +21,7 @@ from penstock.engine.live.live_view import (
     LiveCores,
     LiveCounters,
     LiveEncoderCache,
+    LiveFigure,
     LiveKvCache,
     LiveRequests,
     LiveSeconds,
@@ -144,6 +145,16 @@ def test_bars_are_as_long_as_their_shares(url: str) -> None:
 def test_a_model_of_text_has_no_encoder_cache(url: str) -> None:
     Handler.states = [live(1.0), live(2.0, encoder_cache=LiveEncoderCache())]
     assert "encoder cache" not in invoke("--url", url, "--once")
+
+
+def test_figures_of_features_are_shown(url: str) -> None:
+    figures = [
+        LiveFigure("tier hits", 30.0, of=40.0),
+        LiveFigure("loaded", 3.0 * (1 << 20), unit="bytes"),
+        LiveFigure("failed loads", 1200.0),
+    ]
+    Handler.states = [live(1.0), live(2.0, figures=figures)]
+    assert "tier hits 75 %   loaded 3.00 MiB   failed loads 1,200" in invoke("--url", url, "--once")
 
 
 def test_recoveries_are_shown(url: str) -> None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from penstock.observability.units import format_bytes
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
@@ -172,12 +174,27 @@ def _foot(history: History, width: int) -> Text:
         f"preemptions {counters['preemptions']}",
     ]
     again = ", ".join(f"{kind} {number}" for kind, number in restarts.items() if number)
+    lines = _wrapped(parts, width)
+    if sample["figures"]:
+        lines += ["", *_wrapped([f"{one['label']} {_figure(one)}" for one in sample["figures"]], width), ""]
+    text = Text("\n".join(lines))
+    return text.append(f"\nstarted again: {again or 'nothing'}", "red" if again else "bright_black")
+
+
+def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+    """Lines of these parts, none of which is broken."""
     lines = [parts[0]]
     for part in parts[1:]:
         joined = f"{lines[-1]}   {part}"
         lines[-1:] = [joined] if len(joined) <= width else [lines[-1], part]
-    text = Text("\n".join(lines))
-    return text.append(f"\nstarted again: {again or 'nothing'}", "red" if again else "bright_black")
+    return lines
+
+
+def _figure(one: dict[str, Any]) -> str:
+    """Value of a `LiveFigure`."""
+    if one["of"] is not None:
+        return _share(one["value"], one["of"])
+    return format_bytes(int(one["value"])) if one["unit"] == "bytes" else f"{one['value']:,.0f}"
 
 
 def _rows(rows: Iterable[tuple[str, Sequence[tuple[str, str]], str]]) -> Table:
@@ -200,7 +217,7 @@ def _latency(seconds: float | None) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
-def _share(part: int, whole: int) -> str:
+def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "–"
 
 

@@ -13,7 +13,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from penstock.config import EngineConfig
 from penstock.contract.parts import Part, register_part
@@ -22,6 +22,9 @@ from penstock.errors import ConfigError
 
 # Makes a side of a feature, or None where this engine needs none.
 Side: TypeAlias = Callable[..., Any] | str | None
+
+# Separates a counter's name, its label and the label's value in the messages of cores.
+_LABEL = "|"
 
 # Modules of the features that come with the engine; each has its registration as `FEATURE`.
 _BUILT_IN = (
@@ -42,6 +45,19 @@ _BUILT_IN = (
 
 def _always(_: EngineConfig) -> bool:
     return True
+
+
+class Figure(NamedTuple):
+    """Figure of a feature in the live view.
+
+    label: its name there, such as "from folder". name: the counter or gauge. of: counter of which it is a share; "" for
+    none. unit: "bytes", or "" for a number.
+    """
+
+    label: str
+    name: str
+    of: str = ""
+    unit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +83,8 @@ class Feature:
     forward pass: the largest one's peak is the term, and warm-up runs the smallest one where kernels are compiled.
     deployment_methods, worker_methods: methods of these sides that `collective_rpc` reaches by their names.
     memory_of_methods: tags of the memory that must be there for some of them.
-    counters: descriptions of the scheduler side's `counters` by name, for the metrics.
+    counters, gauges: descriptions of the scheduler side's `counters` and `gauges` by name, for the metrics.
+    figures: what the live view shows of them, in this order.
     """
 
     name: str
@@ -87,6 +104,8 @@ class Feature:
     worker_methods: Sequence[str] = ()
     memory_of_methods: Mapping[str, Sequence[str]] = field(default_factory=dict)
     counters: Mapping[str, str] = field(default_factory=dict)
+    gauges: Mapping[str, str] = field(default_factory=dict)
+    figures: Sequence[Figure] = ()
     how_to_turn_on: str = ""
 
     @property
@@ -208,6 +227,28 @@ def feature_of_part(name: str) -> Feature | None:
 def counters_of_features() -> dict[str, str]:
     """Descriptions of the counters of all registered features, by name."""
     return {name: text for feature in _registered.values() for name, text in feature.counters.items()}
+
+
+def gauges_of_features() -> dict[str, str]:
+    """Descriptions of the gauges of all registered features, by name."""
+    return {name: text for feature in _registered.values() for name, text in feature.gauges.items()}
+
+
+def figures_of_features() -> list[Figure]:
+    """Figures of all registered features, and of those that come with the engine, each once."""
+    register_built_in_features()
+    return list(dict.fromkeys(figure for feature in _registered.values() for figure in feature.figures))
+
+
+def with_label(name: str, label: str, value: str) -> str:
+    """Name of a counter or gauge with a label, as features give it: descriptions are by the name alone."""
+    return f"{name}{_LABEL}{label}{_LABEL}{value}"
+
+
+def without_label(name: str) -> tuple[str, dict[str, str]]:
+    """The name of a counter or gauge alone, and its label."""
+    name, *label = name.split(_LABEL, 2)
+    return name, {label[0]: label[1]} if label else {}
 
 
 def _sides(feature: Feature) -> list[Callable[..., Any] | str]:

@@ -130,6 +130,10 @@ class SchedulerFeature(ABC):  # noqa: B024 - a feature implements what it needs
         """Counts that only rise, by the names in `Feature.counters`."""
         return {}
 
+    def gauges(self) -> Mapping[str, float]:
+        """Values now, by the names in `Feature.gauges`; the metrics have the sums over all cores."""
+        return {}
+
     def close(self) -> None:  # noqa: B027
         """End threads; the core is closed. Idempotent."""
 

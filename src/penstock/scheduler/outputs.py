@@ -57,7 +57,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoder_tokens: tokens of media items for whose features the encoder cache has room. num_used_encoder_tokens: of
         items that running requests use. num_cached_encoder_tokens: of further ones with features. num_encoder_queries,
         num_encoder_hits: items that requests have looked up, and found, so far.
-    counters: counts of features that only rise (`Feature.counters`).
+    counters: counts of features that only rise (`Feature.counters`). gauges: values of features now.
     weight_version: of the newest weights that are complete, which rises with each update; 0 for those of the start.
     state: of the core; of several, of one that is not ready, or does not run.
     """
@@ -79,6 +79,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_encoder_queries: int = 0
     num_encoder_hits: int = 0
     counters: dict[str, int] = {}
+    gauges: dict[str, float] = {}
     weight_version: int = 0
     state: CoreState = RUNNING
 
@@ -104,12 +105,14 @@ def summed_stats(stats: Iterable[SchedulerStats]) -> SchedulerStats:
     """Sum of the counts of several schedulers."""
     each = list(stats)
     state = min((one.state for one in each), key=lambda state: (state.is_ready, state == RUNNING), default=RUNNING)
-    counts = {name: sum(getattr(one, name) for one in each) for name in SchedulerStats.__struct_fields__[:-3]}
+    counts = {name: sum(getattr(one, name) for one in each) for name in SchedulerStats.__struct_fields__[:-4]}
     counters: Counter[str] = Counter()
+    gauges: dict[str, float] = {}
     for one in each:
         counters.update(one.counters)
+        gauges |= {name: gauges.get(name, 0.0) + value for name, value in one.gauges.items()}
     version = max((one.weight_version for one in each), default=0)
-    return SchedulerStats(**counts, counters=dict(counters), weight_version=version, state=state)
+    return SchedulerStats(**counts, counters=dict(counters), gauges=gauges, weight_version=version, state=state)
 
 
 class _NewTokens(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

@@ -148,6 +148,7 @@ class Scheduler:
             num_snapshots_evicted=sum(pool.num_evicted for pool in states),
             **of_features,
             counters={name: count for feature in self.features for name, count in feature.counters().items()},
+            gauges={name: value for feature in self.features for name, value in feature.gauges().items()},
             state=self.rest,
         )
 

@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import LLM, AsyncEngine, SamplingParams
+from penstock.contract.feature import with_label
 from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.statistics.metric_totals import RequestTotals
 from penstock.engine.statistics.metrics import Counter, EngineMetrics, Gauge, Histogram, Metric, Vector, metrics_of
 from penstock.errors import ContextTooLong, EngineDead, LifecycleError, Overloaded, PenstockError
 from penstock.scheduler.acceptance import SpecDecodeMetrics
-from penstock.scheduler.outputs import FinishReason, SchedulerStats
+from penstock.scheduler.outputs import FinishReason, SchedulerStats, summed_stats
 
 SMALL = {"device": "cpu", "num_threads": 1, "kv_cache_memory_bytes": 1 << 24}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -107,6 +108,21 @@ def test_gauges_are_those_of_the_scheduler() -> None:
     assert counters["penstock:encoder_cache_queries"] == 5
     assert counters["penstock:encoder_cache_hits"] == 4
     assert {metric.labels["model_name"] for metric in metrics} == {"demo"}
+
+
+def test_counts_and_values_of_features_are_summed_over_cores_and_may_have_a_label() -> None:
+    def core(loaded: int, in_use: float) -> SchedulerStats:
+        counters = {with_label("kv_bytes", "tier", "folder"): loaded, with_label("kv_bytes", "tier", "host"): 1}
+        return msgspec.structs.replace(IDLE, counters={**counters, "hits": 2}, gauges={"in_use_bytes": in_use})
+
+    stats = summed_stats([core(3, 0.5), core(4, 1.0)])
+    assert msgspec.json.decode(msgspec.json.encode(stats), type=SchedulerStats) == stats
+    metrics = EngineMetrics("demo", has_prefix_cache=True).read(stats, [])
+    found = {(one.name, one.labels.get("tier")): one.value for one in metrics if isinstance(one, Counter | Gauge)}
+    assert found["penstock:kv_bytes", "folder"] == 7
+    assert found["penstock:kv_bytes", "host"] == 2
+    assert found["penstock:hits", None] == 4
+    assert found["penstock:in_use_bytes", None] == 1.5
 
 
 def test_times_of_requests_fall_into_buckets() -> None:

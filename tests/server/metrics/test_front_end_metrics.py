@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.processes.broker_connection import BrokerState
@@ -189,6 +190,18 @@ def test_every_metric_is_described_and_every_description_is_of_a_metric(
     one.totals.drafts.note(3, 1)
     kinds = {metric.name.removeprefix("penstock:"): kind_of(metric) for metric in one.metrics.collect()}
     assert kinds == {name: described.kind for name, described in TABLE.items()}
+
+
+def test_counts_and_values_of_features_are_described_by_them(front: Callable[..., FrontEnd]) -> None:
+    broker = BrokerState()
+    counters, gauges = {"kv_tier_loaded_bytes": 5}, {"kv_tier_folder_bytes": 7.0}
+    broker.note(replace(BUSY, stats=replace(BUSY.stats, counters=counters, gauges=gauges)))
+    families = {family.name: family for family in _Collector(front(0, broker).metrics, "penstock").collect()}
+    loaded, in_folder = (families[f"penstock:kv_tier_{name}_bytes"] for name in ("loaded", "folder"))
+    assert [(sample.name, sample.value) for sample in loaded.samples] == [("penstock:kv_tier_loaded_bytes_total", 5)]
+    assert [(sample.name, sample.value) for sample in in_folder.samples] == [("penstock:kv_tier_folder_bytes", 7)]
+    assert (loaded.type, in_folder.type) == ("counter", "gauge")
+    assert "kv_offload_dir" in in_folder.documentation
 
 
 # Samples that public dashboards of vLLM's ask for.

@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from penstock.contract.feature import figures_of_features
 from penstock.engine.messages import BrokerStatus
 from penstock.engine.statistics.metric_totals import Observations, RequestTotals
 from penstock.engine.statistics.step_log import StepRecord
+from penstock.scheduler.outputs import SchedulerStats
 from penstock.version import __version__
 
 # Cores record steps for this long after a view has asked; a view that goes on renews it.
@@ -115,14 +117,27 @@ class LiveStep:
     draft: int
 
 
+@dataclass(slots=True)
+class LiveFigure:
+    """Figure of a feature. value: since the cores' start for a counter, else now. of: value of which it is a share;
+    null for none. unit: "bytes", or "" for a number.
+    """
+
+    label: str
+    value: float
+    of: float | None = None
+    unit: str = ""
+
+
 @dataclass(slots=True, kw_only=True)
 class LiveSample:
-    """Load and counts of an engine or a server at one moment. time: Unix seconds."""
+    """Load and counts of an engine or a server at one moment. time: Unix seconds. figures: of its features."""
 
     time: float
     requests: LiveRequests = field(default_factory=LiveRequests)
     kv_cache: LiveKvCache = field(default_factory=LiveKvCache)
     encoder_cache: LiveEncoderCache = field(default_factory=LiveEncoderCache)
+    figures: list[LiveFigure] = field(default_factory=list)
     counters: LiveCounters
     time_to_first_token: LiveSeconds
     inter_token_latency: LiveSeconds
@@ -240,8 +255,18 @@ def sample_of(totals: RequestTotals, status: BrokerStatus | None, max_num_seqs: 
             queries=stats.num_encoder_queries,
             hits=stats.num_encoder_hits,
         )
+        sample.figures = _figures_of(stats)
         sample.counters.computed_tokens = stats.num_computed_tokens
     return sample
+
+
+def _figures_of(stats: SchedulerStats) -> list[LiveFigure]:
+    values: dict[str, float] = {**stats.counters, **stats.gauges}
+    return [
+        LiveFigure(one.label, values[one.name], values.get(one.of, 0.0) if one.of else None, one.unit)
+        for one in (figures_of_features() if values else ())
+        if one.name in values
+    ]
 
 
 def _cores_of(status: BrokerStatus) -> LiveCores:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from penstock.contract.feature import without_label
 from penstock.engine.output.outputs import RequestMetrics
 from penstock.engine.statistics.metric_totals import Observations, RequestTotals
 from penstock.scheduler.acceptance import SpecDecodeMetrics
@@ -107,8 +108,9 @@ def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iter
         "num_encoder_cache_tokens": stats.num_encoder_tokens,
         "weight_version": stats.weight_version,
     }
-    for name, value in values.items():
-        yield Gauge(PREFIX + name, labels, float(value))
+    for name, value in {**values, **stats.gauges}.items():
+        alone, label = without_label(name)
+        yield Gauge(PREFIX + alone, {**labels, **label}, float(value))
     counts = {
         "state_snapshots_taken": stats.num_snapshots_taken,
         "state_snapshots_evicted": stats.num_snapshots_evicted,
@@ -117,7 +119,8 @@ def metrics_of_schedulers(stats: SchedulerStats, labels: dict[str, str]) -> Iter
         **stats.counters,
     }
     for name, count in counts.items():
-        yield Counter(PREFIX + name, labels, count)
+        alone, label = without_label(name)
+        yield Counter(PREFIX + alone, {**labels, **label}, count)
 
 
 def metrics_of(totals: RequestTotals, labels: dict[str, str]) -> Iterator[Metric]:

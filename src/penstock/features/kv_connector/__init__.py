@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.config import EngineConfig
-from penstock.contract.feature import Feature
+from penstock.contract.feature import Feature, Figure
 from penstock.features.kv_connector.messages import ConnectorResults, ConnectorStep
 
 
@@ -23,5 +23,9 @@ FEATURE = Feature(
         "external_prefix_cache_hits": "Tokens of prompts whose KV came from kv_offload_dir or a KV connector.",
         "kv_connector_failed_loads": "Requests whose blocks a KV connector could not load.",
     },
+    figures=(
+        Figure("external hits", "external_prefix_cache_hits", of="external_prefix_cache_queries"),
+        Figure("failed loads", "kv_connector_failed_loads"),
+    ),
     how_to_turn_on="Start the engine with kv_transfer_config, which names a KV connector.",
 )

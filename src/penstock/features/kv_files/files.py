@@ -192,11 +192,13 @@ class FolderLimit:
     """Keeps the files of a folder below a number of bytes, whichever engine wrote them, in a thread of its own.
 
     Removes those that were not used for the longest time, and files that were never finished.
+
+    num_bytes: of all files, as last counted, and of those that were noted since.
     """
 
     def __init__(self, root: Path, max_bytes: int) -> None:
         self._root, self._max_bytes = root / LAYOUT, max_bytes
-        self._num_new_bytes = 0
+        self.num_bytes = self._num_new_bytes = 0
         self._has_to_count = threading.Event()
         self._is_closed = False
         self._has_to_count.set()
@@ -205,6 +207,7 @@ class FolderLimit:
 
     def note_written(self, num_bytes: int) -> None:
         """Note bytes that were written to the folder."""
+        self.num_bytes += num_bytes
         self._num_new_bytes += num_bytes
         if self._num_new_bytes > self._max_bytes * _BETWEEN_COUNTS:
             self._num_new_bytes = 0
@@ -247,7 +250,7 @@ class FolderLimit:
                     files.append((status.st_mtime, status.st_size, entry.path))
             elif status.st_mtime < now - _ABANDONED_S:
                 Path(entry.path).unlink(missing_ok=True)
-        total = sum(size for _, size, _ in files)
+        self.num_bytes = total = sum(size for _, size, _ in files)
         if total <= self._max_bytes:
             return
         before = total
@@ -257,6 +260,7 @@ class FolderLimit:
                 break
             Path(path).unlink(missing_ok=True)
             total -= size
+        self.num_bytes = total
         logger.info("%s had %s, and has %s now", self._root, format_bytes(before), format_bytes(total))
 
 

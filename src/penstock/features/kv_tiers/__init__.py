@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.config import EngineConfig
-from penstock.contract.feature import Feature
+from penstock.contract.feature import Feature, Figure
 
 
 def _has_folder(config: EngineConfig) -> bool:
@@ -26,5 +26,14 @@ FEATURE = Feature(
         "kv_tier_failed_loads": "Blocks of kv_offload_dir that could not be read, and were computed instead.",
         "kv_tier_copied_bytes": "Bytes of the KV cache that came from other engines (kv_peers).",
     },
+    gauges={"kv_tier_folder_bytes": "Bytes of the files in kv_offload_dir, of all engines, as last counted."},
+    figures=(
+        Figure("external hits", "external_prefix_cache_hits", of="external_prefix_cache_queries"),
+        Figure("from folder", "kv_tier_loaded_bytes", unit="bytes"),
+        Figure("to folder", "kv_tier_saved_bytes", unit="bytes"),
+        Figure("from peers", "kv_tier_copied_bytes", unit="bytes"),
+        Figure("failed loads", "kv_tier_failed_loads"),
+        Figure("folder", "kv_tier_folder_bytes", unit="bytes"),
+    ),
     how_to_turn_on="Start the engine with kv_offload_dir=FOLDER.",
 )

@@ -475,6 +475,11 @@ class TierScheduling(SchedulerFeature):
     def counters(self) -> Mapping[str, int]:
         return self._counts.copy()
 
+    def gauges(self) -> Mapping[str, float]:
+        # Engines beside each other have one folder.
+        is_first = self._services.config.parallel.data_parallel_rank == 0
+        return {"kv_tier_folder_bytes": self._limit.num_bytes if is_first else 0}
+
     def close(self) -> None:
         self._idle_turns.close()
         self._save_what_is_left()

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.responses import PlainTextResponse, Response
 
-from penstock.contract.feature import counters_of_features
+from penstock.contract.feature import counters_of_features, gauges_of_features
 from penstock.engine.statistics.metrics import PREFIX, Gauge, Histogram, Metric, Vector
 from penstock.server.metrics.front_end_metrics import FrontEndMetrics
 from penstock.server.metrics.table import NAMES_OF_VLLM, TABLE, Described
@@ -56,7 +56,7 @@ class _Collector(Collector):
         collected = list(self._metrics.collect())
         for metric in collected:
             name = metric.name.removeprefix(PREFIX)
-            described = TABLE.get(name) or Described("counter", counters_of_features()[name])
+            described = TABLE.get(name) or _described_by_feature(name)
             for shown in (name, NAMES_OF_VLLM.get(name) if self._prefix == _VLLM else None):
                 if shown is not None:
                     full_name = f"{self._prefix}:{shown}"
@@ -66,6 +66,11 @@ class _Collector(Collector):
         yield from families.values()
         if self._prefix == _VLLM:
             yield _cache_config(collected)
+
+
+def _described_by_feature(name: str) -> Described:
+    gauges = gauges_of_features()
+    return Described("gauge", gauges[name]) if name in gauges else Described("counter", counters_of_features()[name])
 
 
 def _cache_config(metrics: list[Metric]) -> Family:
