@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.contract import SchedulerOutput
-from penstock.features.kv_connector.base import KVConnectorBase_V1, KVConnectorMetadata, SupportsHMA
+from penstock.features.kv_connector.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorStats, SupportsHMA
 
 # Pages of a block by layer, by the hash of its prefix and its group.
 STORES: dict[str, dict[Any, dict[str, Tensor]]] = defaultdict(dict)
@@ -26,6 +26,21 @@ class _Metadata(KVConnectorMetadata):
 
     loads: dict[str, list[tuple[Any, int, bool]]] = field(default_factory=dict)
     saves: list[tuple[Any, int]] = field(default_factory=list)
+
+
+@dataclass
+class LoadedBlocks(KVConnectorStats):
+    """data: number of blocks, under "blocks"."""
+
+    def aggregate(self, other: KVConnectorStats) -> LoadedBlocks:
+        return LoadedBlocks({"blocks": self.data.get("blocks", 0) + other.data.get("blocks", 0)})
+
+    def reduce(self) -> dict[str, int | float]:
+        return {"Num loaded blocks": self.data["blocks"]}
+
+
+class BlockStored:
+    """Event of a block that is saved."""
 
 
 class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
@@ -44,6 +59,7 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
         self._sending: dict[str, int] = {}
         self._errors: set[int] = set()
         self.calls: list[str] = []
+        self._num_loaded = self._num_stored = 0
 
     # Scheduler role.
 
@@ -95,6 +111,7 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
                     if blocks[index]:
                         self._metadata.saves.append((self._key(request, group, index), blocks[index]))
         metadata, self._metadata = self._metadata, _Metadata()
+        self._num_stored += len(metadata.saves)
         return metadata if metadata.loads or metadata.saves else None
 
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -104,6 +121,10 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
     def reset_cache(self) -> bool:
         self._store.clear()
         return True
+
+    def take_events(self) -> list[BlockStored]:
+        num_stored, self._num_stored = self._num_stored, 0
+        return [BlockStored()] * num_stored
 
     # Worker role.
 
@@ -117,6 +138,7 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, _Metadata)
         for req_id, blocks in metadata.loads.items():
+            self._num_loaded += len(blocks)
             for key, block_id, fails in blocks:
                 for name in self._of_group[key[0]]:
                     if fails:
@@ -142,6 +164,10 @@ class MemoryConnector(KVConnectorBase_V1, SupportsHMA):
     def get_block_ids_with_load_errors(self) -> set[int]:
         errors, self._errors = self._errors, set()
         return errors
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        num_loaded, self._num_loaded = self._num_loaded, 0
+        return LoadedBlocks({"blocks": num_loaded} if num_loaded else {})
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         raise AssertionError("it takes all groups")

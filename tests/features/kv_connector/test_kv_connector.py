@@ -15,6 +15,7 @@ import pytest
 from features.kv_connector.memory_connector import STORES
 from features.kv_connector.page_connector import PageConnector
 from penstock.contract import Parts, RpcCall, part_of
+from penstock.contract.feature import with_label
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_transfer import KVTransferPart, KVTransferResult
@@ -284,6 +285,29 @@ def test_several_connectors_save_all_and_load_from_the_first_that_has_blocks(tmp
         # The second one has filled the first one again, but for the blocks that were loaded.
         assert num_beside == 0 or STORES["one"].keys() <= STORES["two"].keys()
         STORES["one"].update(STORES["two"])
+
+
+@pytest.mark.parametrize("name", ["MemoryConnector", "MultiConnector"])
+def test_statistics_and_events_are_in_the_metrics(tmp_path: Path, name: str) -> None:
+    tiny_checkpoint(tmp_path)
+    config, of_one = transfer(), ""
+    if name == "MultiConnector":
+        others = transfer(store="other")
+        config, of_one = transfer(connectors=[config, others]), "MemoryConnector 0: "
+        config = {**config, "kv_connector": name}
+        del config["kv_connector_module_path"]
+    stored = with_label("kv_connector_events", "kind", "BlockStored")
+    num_stores = 2 if of_one else 1
+    with engine(tmp_path, config) as core:
+        answers(core)
+        assert counter(core, stored) == num_stores * NUM_LOADED // 16
+        assert core.stats().gauges == {}
+    with engine(tmp_path, config) as core:
+        answers(core)
+        core.step()
+        assert stored not in core.stats().counters
+        loaded = with_label("kv_connector_stats", "name", f"{of_one}Num loaded blocks")
+        assert core.stats().gauges == {loaded: NUM_LOADED // 16}
 
 
 @pytest.mark.parametrize(

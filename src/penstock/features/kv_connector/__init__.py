@@ -22,7 +22,9 @@ FEATURE = Feature(
         "external_prefix_cache_queries": "Tokens of prompts looked up in kv_offload_dir, or by a KV connector.",
         "external_prefix_cache_hits": "Tokens of prompts whose KV came from kv_offload_dir or a KV connector.",
         "kv_connector_failed_loads": "Requests whose blocks a KV connector could not load.",
+        "kv_connector_events": "Events of a KV connector's store (take_events), by kind.",
     },
+    gauges={"kv_connector_stats": "Statistics of a KV connector (get_kv_connector_stats), by name, of the last 10 s."},
     figures=(
         Figure("external hits", "external_prefix_cache_hits", of="external_prefix_cache_queries"),
         Figure("failed loads", "kv_connector_failed_loads"),

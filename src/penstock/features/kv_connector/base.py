@@ -45,17 +45,40 @@ class KVConnectorWorkerMetadata(ABC):
 
 
 @dataclass
+class KVConnectorStats:
+    """Statistics of a connector over some time; pickled on their way. data: what it counts."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.data.clear()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Return the statistics of both, of two ranks or of two times. A connector's own class implements it."""
+        raise NotImplementedError
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return numbers by name, for the metrics. A connector's own class implements it."""
+        raise NotImplementedError
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+
+@dataclass
 class KVConnectorOutput:
     """Transfers that the connectors of all ranks have ended.
 
     finished_sending, finished_recving: requests whose blocks all ranks have saved, or loaded.
-    invalid_block_ids: blocks that a rank could not load.
+    invalid_block_ids: blocks that a rank could not load. kv_connector_stats: of all ranks since the last time.
     """
 
     finished_sending: set[str] = field(default_factory=set)
     finished_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     kv_connector_worker_meta: KVConnectorWorkerMetadata | None = None
+    kv_connector_stats: KVConnectorStats | None = None
 
 
 @dataclass(frozen=True)
@@ -159,7 +182,7 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - vLLM's name
         return None
 
     def take_events(self) -> Iterable[Any]:
-        """Events of the connector's store. Not called: Penstock publishes no events of KV caches."""
+        """Events of the connector's store since the last call, which the metrics count by their classes' names."""
         return ()
 
     def reset_cache(self) -> bool | None:
@@ -238,7 +261,16 @@ class KVConnectorBase_V1(ABC):  # noqa: N801 - vLLM's name
         """
         return None
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Statistics of this rank since the last call; None without any."""
+        return None
+
     # Both roles.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        """Empty statistics to which those of ranks are added, or with this data; None takes those of the ranks."""
+        return None
 
     def shutdown(self) -> None:  # noqa: B027
         """End threads, and close connections."""

@@ -29,10 +29,11 @@ class RankOutput(NamedTuple):
     """Transfers that the connector of one rank has ended since it was last asked.
 
     sent, received: requests whose blocks were saved or loaded. invalid_block_ids: blocks that could not be loaded.
-    worker_meta: the connector's own.
+    worker_meta, stats: the connector's own.
     """
 
     sent: set[str]
     received: set[str]
     invalid_block_ids: set[int]
     worker_meta: Any = None
+    stats: Any = None

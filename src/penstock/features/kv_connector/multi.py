@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from penstock.features.kv_connector.base import (
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorRole,
+    KVConnectorStats,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -49,6 +50,19 @@ class _WorkerMetadata(KVConnectorWorkerMetadata):
         assert isinstance(other, _WorkerMetadata)
         pairs = zip(self.each, other.each, strict=True)
         return _WorkerMetadata([one.aggregate(two) if one and two else one or two for one, two in pairs])
+
+
+class _Stats(KVConnectorStats):
+    """data: statistics of connectors by their names."""
+
+    def aggregate(self, other: KVConnectorStats) -> _Stats:
+        both = dict(self.data)
+        for name, stats in other.data.items():
+            both[name] = both[name].aggregate(stats) if name in both else stats
+        return _Stats(both)
+
+    def reduce(self) -> dict[str, int | float]:
+        return {f"{name}: {key}": number for name, one in self.data.items() for key, number in one.reduce().items()}
 
 
 class MultiConnector(KVConnectorBase_V1, SupportsHMA):
@@ -134,6 +148,9 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
             if known:
                 connector.set_xfer_handshake_metadata(known)
 
+    def take_events(self) -> Iterable[Any]:
+        return [event for connector in self._each for event in connector.take_events()]
+
     def reset_cache(self) -> bool | None:
         are_reset = [connector.reset_cache() is not False for connector in self._each]
         return all(are_reset)
@@ -203,6 +220,14 @@ class MultiConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         each = [connector.build_connector_worker_meta() for connector in self._each]
         return _WorkerMetadata(each) if any(one is not None for one in each) else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        each = {
+            f"{type(one).__name__} {number}": stats
+            for number, one in enumerate(self._each)
+            if (stats := one.get_kv_connector_stats()) is not None and not stats.is_empty()
+        }
+        return _Stats(each) if each else None
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         each = [connector.get_handshake_metadata() for connector in self._each]

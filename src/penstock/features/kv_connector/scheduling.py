@@ -13,9 +13,16 @@ from msgspec.structs import replace
 
 from penstock.config.kv_connector import FAIL
 from penstock.contract import ModelRunnerOutput, Part, RpcCall, SchedulerOutput
+from penstock.contract.feature import with_label
 from penstock.contract.parts import OutputPart
 from penstock.errors import ConfigError
-from penstock.features.kv_connector.base import KVConnectorBase_V1, KVConnectorOutput, KVConnectorRole, SupportsHMA
+from penstock.features.kv_connector.base import (
+    KVConnectorBase_V1,
+    KVConnectorOutput,
+    KVConnectorRole,
+    KVConnectorStats,
+    SupportsHMA,
+)
 from penstock.features.kv_connector.load import make_connector
 from penstock.features.kv_connector.messages import ConnectorStep, RankOutput
 from penstock.features.kv_connector.requests import ConnectorRequest, KVCacheBlocks
@@ -34,6 +41,8 @@ _LOAD, _LOOKUP, _SAVE = "blocks from the KV connector", "an answer of the KV con
 _ASK_S, _TELL_S = 0.003, 0.01
 # Time for which blocks of ended requests are kept without a word, and between two warnings.
 _LONG_S, _WARN_S = 300.0, 60.0
+# Interval at which the connector's statistics are asked for while nothing else is, and time over which they are shown.
+_STATS_S, _SHOWN_S = 1.0, 10.0
 _FAILED = "The KV cache of {} tokens could not be loaded by the KV connector (kv_load_failure_policy='fail')."
 
 
@@ -88,9 +97,15 @@ class ConnectorScheduling(SchedulerFeature):
         # Of the current workers; None while they are replaced.
         self._made: KVConnectorBase_V1 | None = None
         self.workers_ready()
-        self._counts = dict.fromkeys(
-            ("external_prefix_cache_queries", "external_prefix_cache_hits", "kv_connector_failed_loads"), 0
+        self._counts = Counter(
+            dict.fromkeys(
+                ("external_prefix_cache_queries", "external_prefix_cache_hits", "kv_connector_failed_loads"), 0
+            )
         )
+        # Statistics that are not shown yet, and those that are.
+        self._stats: KVConnectorStats | None = None
+        self._shown_stats: dict[str, float] = {}
+        self._show_at = 0.0
 
     @property
     def _connector(self) -> KVConnectorBase_V1:
@@ -277,7 +292,7 @@ class ConnectorScheduling(SchedulerFeature):
 
     def before_step(self) -> None:
         now = time.monotonic()
-        if self._is_busy and now >= self._ask_at:
+        if (self._is_busy and now >= self._ask_at) or (self._has_stats and now >= self._ask_at + _STATS_S):
             self._ask()
         if now >= self._look_up_at:
             for request in self._scheduler.waiting_for(_LOOKUP):
@@ -300,8 +315,21 @@ class ConnectorScheduling(SchedulerFeature):
                 now - since,
             )
 
+    def after_step(self) -> None:
+        if self._made is not None:
+            self._counts.update(
+                with_label("kv_connector_events", "kind", type(event).__name__) for event in self._made.take_events()
+            )
+
     def _note_turn(self) -> None:
         self._has_news = True
+        if self._has_stats:
+            self._ask_at = 0.0
+
+    @property
+    def _has_stats(self) -> bool:
+        made = self._made
+        return made is not None and type(made).get_kv_connector_stats is not KVConnectorBase_V1.get_kv_connector_stats
 
     @property
     def is_polled(self) -> bool:
@@ -324,6 +352,11 @@ class ConnectorScheduling(SchedulerFeature):
             meta, known = answer.worker_meta, output.kv_connector_worker_meta
             if meta is not None:
                 output.kv_connector_worker_meta = meta if known is None else known.aggregate(meta)
+            if answer.stats is not None and not answer.stats.is_empty():
+                before = output.kv_connector_stats or connector.build_kv_connector_stats()
+                output.kv_connector_stats = answer.stats if before is None else before.aggregate(answer.stats)
+        if (stats := output.kv_connector_stats) is not None:
+            self._stats = stats if self._stats is None else self._stats.aggregate(stats)
         if output.invalid_block_ids:
             self._note_invalid(output.invalid_block_ids)
         output.finished_sending = _taken(self._num_sent, self._num_ranks)
@@ -364,7 +397,18 @@ class ConnectorScheduling(SchedulerFeature):
         self._shut_down()
 
     def counters(self) -> Mapping[str, int]:
-        return self._counts.copy()
+        return dict(self._counts)
+
+    def gauges(self) -> Mapping[str, float]:
+        if self._stats is not None and time.monotonic() >= self._show_at:
+            numbers, self._stats = self._stats.reduce(), None
+            self._shown_stats = {
+                with_label("kv_connector_stats", "name", name): float(number)
+                for name, number in numbers.items()
+                if isinstance(number, (int, float))
+            }
+            self._show_at = time.monotonic() + _SHOWN_S
+        return self._shown_stats
 
     def close(self) -> None:
         self._idle_turns.close()

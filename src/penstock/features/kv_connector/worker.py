@@ -119,8 +119,8 @@ class _ConnectorOwner(SlotOwner):
         """As `ConnectorWorker.kv_connector_output`."""
         if self._ended is None:
             self._note(set())
-        meta = self.connector.build_connector_worker_meta()
-        taken, self._output = self._output._replace(worker_meta=meta), RankOutput(set(), set(), set())
+        meta, stats = self.connector.build_connector_worker_meta(), self.connector.get_kv_connector_stats()
+        taken, self._output = self._output._replace(worker_meta=meta, stats=stats), RankOutput(set(), set(), set())
         return taken
 
     def close(self) -> None:
