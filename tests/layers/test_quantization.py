@@ -22,7 +22,7 @@ from penstock.layers.linear import (
 )
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.parallel_linear import ColumnParallelLinear
-from penstock.layers.quantization.method import QuantizedMethod, choose_method
+from penstock.layers.quantization.method import PRODUCTS, QuantizedMethod, choose_method
 from penstock.layers.quantization.quantize import quantize_int4, quantize_int4_residual, quantize_int8, round_to_int4
 from penstock.parallel import ParallelState
 
@@ -146,6 +146,36 @@ def test_what_4_bits_have_left_over_is_rounded_part_by_part() -> None:
     rounded = quantize_int4(weight_OI)
     rest = quantize_int4(weight_OI - rounded.dequantize())
     assert torch.equal(quantize_int4_residual(weight_OI, rounded).dequantize(), rest.dequantize())
+
+
+def test_the_residual_has_scales_of_the_size_of_the_weight_s() -> None:
+    # Its minimums are beyond float16, those of its residual are not; both are read alike.
+    weight_OI = torch.randn(40, 64) * 1e6
+    rounded = quantize_int4(weight_OI)
+    assert rounded.shape.scale_bytes == 4
+    assert quantize_int4_residual(weight_OI, rounded).shape == rounded.shape
+    embedding, head = tied_head(40, 64)
+    head.weight.data.copy_(weight_OI)
+    process_weights_after_loading(head, choose_method("int4"))
+    ids = torch.tensor([0, 39, 7])
+    assert (embedding(ids, NO_CONTEXT) - weight_OI[ids]).norm() < 0.015 * weight_OI[ids].norm()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("value", [1.0, 1e9, torch.nan, torch.inf])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_layer_is_quantised_as_specified(quantization: str, value: float, is_tied: bool) -> None:
+    layer = tied_head(70, 96)[1] if is_tied else random_layer(96, 70)
+    weight_OI = layer.weight.data
+    weight_OI[9, 40] = value
+    process_weights_after_loading(layer, choose_method(quantization))
+    expected = (quantize_int8 if quantization == "int8" else quantize_int4)(weight_OI)
+    method = layer.method
+    assert isinstance(method, QuantizedMethod)
+    assert method.shape == expected.shape
+    assert torch.equal(method.kept[0], PRODUCTS.pack(expected))
+    if len(method.kept) == 2:
+        assert torch.equal(method.kept[1], PRODUCTS.pack(quantize_int4_residual(weight_OI, expected)))
 
 
 def test_an_embedding_gives_rows_of_integers_in_the_dtype_that_the_model_computes_in() -> None:

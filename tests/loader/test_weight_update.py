@@ -15,6 +15,8 @@ from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.errors import CheckpointError, ModelError
+from penstock.kernels.native.quantized import NativeQuantizedProducts
+from penstock.layers.quantization.method import PRODUCTS
 from penstock.layers.tensors_of import tensors_of
 from penstock.loader.live_memory import LiveMemory
 from penstock.loader.loader import load_model
@@ -153,6 +155,39 @@ def test_each_rank_takes_its_share(quantization: str | None, tmp_path: Path) -> 
         live, fresh = loader(old, parallel)(), loader(new, parallel)()
         update(live, loader(old, parallel), list(buckets(stored(new.folder), 3)))
         assert_equal(live, fresh)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("head_dim", [16, 10])  # key heads are whole panels of every instruction set, or of none
+def test_each_tensor_may_have_a_dtype_of_its_own(quantization: str, head_dim: int, tmp_path: Path) -> None:
+    config = wide_checkpoint(tmp_path, quantization, head_dim)
+    live, fresh = loader(config)(), loader(config)()
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    mixed = {name: tensor.to(dtypes[index % 3]) for index, (name, tensor) in enumerate(stored(tmp_path).items())}
+    update(live, loader(config), list(buckets(mixed, 1)))
+    update(fresh, loader(config), [[(name, tensor.float()) for name, tensor in mixed.items()]])
+    assert_equal(live, fresh)
+
+
+@pytest.mark.skipif(not isinstance(PRODUCTS, NativeQuantizedProducts), reason="torch takes them")
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_piece_that_is_not_finite_is_named_and_replaced_by_the_next_update(quantization: str, tmp_path: Path) -> None:
+    config = wide_checkpoint(tmp_path, quantization, 16)
+    live, tensors = loader(config)(), stored(tmp_path)
+    before = contents(live)
+    name = "model.layers.0.self_attn.k_proj.weight"
+    broken = tensors[name].clone()
+    broken[3, 7] = torch.nan
+    with pytest.raises(CheckpointError, match=rf"{name} has values that are not finite.*with atomic=True"):
+        update(live, loader(config), [list((tensors | {name: broken}).items())])
+    update(live, loader(config), [list(tensors.items())])
+    assert all(torch.equal(tensor, before[path]) for path, tensor in contents(live).items())
+
+
+def wide_checkpoint(folder: Path, quantization: str, head_dim: int) -> ModelConfig:
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": head_dim}
+    tiny_checkpoint(folder, "llama", seed=1, **sizes)
+    return ModelConfig.load(str(folder), quantization=quantization, quantization_calibration="none")
 
 
 @pytest.fixture

@@ -139,6 +139,23 @@ class PackedMethod(LinearMethod):
     def multiply(self, x_TI: Tensor, packed_OI: Tensor, output_size: int, bias_O: Tensor | None) -> Tensor:
         """x @ weight^T + bias: [T, O]."""
 
+    def pack_into(self, other: PackedMethod) -> None:
+        """Pack the next weight into the memory of another method of this class, if it gets the same form."""
+
+    def takes_rows(self, other: LinearMethod, sample_RI: Tensor, begin: int, num_rows: int) -> bool:
+        """Whether `replace_rows` can take these rows of a weight that another method would pack to the same form.
+
+        sample_RI: some of them.
+        """
+        return False
+
+    def replace_rows(self, weight_RI: Tensor, begin: int) -> bool:
+        """Pack rows into their place in the packed weight.
+
+        Returns whether their values fit its form; if not, the weight is undefined.
+        """
+        raise AssertionError("takes_rows")
+
     def process_weights_after_loading(self, layer: LinearLayer) -> None:
         self.packed_OI = self.pack(layer.weight.detach())
         layer.drop_weight(self.row_lookup(self.packed_OI))
@@ -181,31 +198,34 @@ class OneDnnMethod(PackedMethod):
 
 
 class NativeMethod(PackedMethod):
-    """Penstock's C++ kernels. memory: of a weight of the same form, to pack into; None for new memory."""
+    """Penstock's C++ kernels."""
 
     def __init__(self, kernels: NativeKernels) -> None:
         super().__init__()
         self._kernels = kernels
-        self.memory: Tensor | None = None
+        # Of a weight of the same form, to pack into; None for new memory.
+        self._memory: Tensor | None = None
 
     @property
     def _layout(self) -> Bfloat16Layout | None:
         return None
 
     def pack(self, weight_OI: Tensor) -> Tensor:
-        return self._kernels.pack_weight(weight_OI, bfloat16=self._layout, out=self.memory)
+        return self._kernels.pack_weight(weight_OI, bfloat16=self._layout, out=self._memory)
 
-    def are_panels(self, begin: int, num_rows: int) -> bool:
-        """Whether rows of a weight are whole panels of the packed one."""
+    def pack_into(self, other: PackedMethod) -> None:
+        self._memory = other.packed_OI
+
+    def takes_rows(self, other: LinearMethod, sample_RI: Tensor, begin: int, num_rows: int) -> bool:
         width = self._kernels.panel_width(self._layout)
-        return width is not None and begin % width == 0 and num_rows % width == 0
+        return type(other) is type(self) and width is not None and begin % width == 0 and num_rows % width == 0
 
-    def replace_rows(self, weight_RI: Tensor, begin: int) -> None:
-        """Pack rows that are whole panels into their place in the packed weight."""
+    def replace_rows(self, weight_RI: Tensor, begin: int) -> bool:
         assert self.packed_OI is not None, "replace_rows before process_weights_after_loading"
         place = self.packed_OI[begin : begin + weight_RI.shape[0]]
         packed = self._kernels.pack_weight(weight_RI, bfloat16=self._layout, out=place)
         assert packed is place, "rows of another form than the packed weight's"
+        return True
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         return self._kernels.unpack_weight(packed_OI, output_size)
@@ -300,7 +320,7 @@ def _methods(model: nn.Module) -> list[LinearMethod]:
 def restore_weights(model: nn.Module) -> None:
     """Undo `process_weights_after_loading`: parameters hold their weights again and can be reloaded."""
     for module in model.modules():
-        if isinstance(module, LinearLayer):
+        if isinstance(module, LinearLayer) and not isinstance(module.method, PlainMethod):
             module.method.restore_weights(module)
             module.method = PlainMethod()
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ModelError
 from penstock.layers.attention import Attention
-from penstock.layers.linear import LinearLayer, LinearMethod, NativeMethod, PlainMethod, choose_linear_method
+from penstock.layers.linear import LinearLayer, LinearMethod, PackedMethod, PlainMethod
 from penstock.layers.tensors_of import tensors_of
 from penstock.models.causal_lm import CausalLM
 
@@ -33,6 +33,8 @@ class LiveMemory:
             **dict(live.named_buffers(remove_duplicate=False)),
         }
         self._layers: dict[int, LinearLayer] = {}
+        # Attention layers of the model without memory, each with the live one.
+        self._attentions: list[tuple[Attention, Attention]] = []
 
     def check(self, model: CausalLM) -> None:
         """Pair the layers of a model without memory with those of the live one. Raises ModelError if they differ."""
@@ -47,12 +49,15 @@ class LiveMemory:
                 f"These weights are of another shape than those that serve: {'; '.join(differences[:_SHOWN])} "
                 f"({len(differences)} differences in all). Create a new engine for them."
             )
+        self._layers, self._attentions = {}, []
         modules = dict(self._live.named_modules())
         for name, module in model.named_modules():
+            live = modules.get(name)
             if isinstance(module, LinearLayer):
-                live = modules[name]
                 assert isinstance(live, LinearLayer), "layouts are equal"
                 self._layers[id(module)] = live
+            elif isinstance(module, Attention) and isinstance(live, Attention):
+                self._attentions.append((module, live))
 
     def parameter(self, name: str, dtype: torch.dtype) -> Tensor:
         """The memory of a parameter or buffer."""
@@ -60,29 +65,29 @@ class LiveMemory:
         assert tensor.dtype is dtype, f"{name} is {tensor.dtype}, not {dtype}"
         return tensor
 
-    def takes_pieces(self, layer: LinearLayer, pieces: Iterable[tuple[int, int]], sample: Tensor) -> bool:
+    def takes_pieces(
+        self, layer: LinearLayer, method: LinearMethod, pieces: Iterable[tuple[int, int]], sample_RI: Tensor
+    ) -> bool:
         """Whether rows of a layer's weight (the first one, and their number) can be packed piece by piece.
 
-        sample: rows in the dtype of the weight.
+        method: of the layer, before it packs. sample_RI: some rows, in the dtype in which they come.
         """
         live = self._layers[id(layer)].method
-        if not isinstance(live, NativeMethod) or live.packed_OI is None:
+        if not isinstance(live, PackedMethod) or live.packed_OI is None:
             return False
-        arithmetic = "float32" if layer.keeps_precision else layer.cpu_arithmetic
-        method = choose_linear_method(sample, layer.compute_dtype, arithmetic)
-        return type(method) is type(live) and all(live.are_panels(begin, count) for begin, count in pieces)
+        return all(live.takes_rows(method, sample_RI, begin, num_rows) for begin, num_rows in pieces)
 
-    def take_piece(self, layer: LinearLayer, rows_RI: Tensor, begin: int) -> None:
-        """Pack rows into their place."""
+    def take_piece(self, layer: LinearLayer, rows_RI: Tensor, begin: int) -> bool:
+        """Pack rows into their place. Returns whether their values fit the form of the weight."""
         live = self._layers[id(layer)].method
-        assert isinstance(live, NativeMethod), "takes_pieces"
-        live.replace_rows(rows_RI, begin)
+        assert isinstance(live, PackedMethod), "takes_pieces"
+        return live.replace_rows(rows_RI, begin)
 
     def lend(self, layer: LinearLayer, method: LinearMethod) -> None:
         """Let a layer's weight be packed where it belongs, if its method can do so."""
         live = self._layers[id(layer)].method
-        if isinstance(method, NativeMethod) and type(live) is type(method):
-            method.memory = live.packed_OI
+        if isinstance(method, PackedMethod) and isinstance(live, PackedMethod) and type(live) is type(method):
+            method.pack_into(live)
 
     def take(self, layer: LinearLayer) -> None:
         """Move a complete layer's weight to its place, and free the layer."""
@@ -100,13 +105,11 @@ class LiveMemory:
         layer.method = PlainMethod()
         layer.take_weight(torch.empty(0))
 
-    def finish(self, model: CausalLM) -> None:
+    def finish(self) -> None:
         """Take over what loading has set beside tensors: scales of an FP8 KV cache."""
-        modules = dict(self._live.named_modules())
-        for name, module in model.named_modules():
-            scales = getattr(module.layer, "cache_scales", None) if isinstance(module, Attention) else None
-            live = modules[name]
-            if scales is not None and isinstance(live, Attention) and live.layer.cache_scales != scales:
+        for module, live in self._attentions:
+            scales = module.layer.cache_scales
+            if scales is not None and live.layer.cache_scales != scales:
                 live.layer = replace(live.layer, cache_scales=scales)
                 self.moved = True
 
@@ -115,13 +118,14 @@ def _layout_of(model: CausalLM) -> dict[str, str]:
     """Sizes of linear layers, and shapes of other parameters, by name."""
     ties = sorted(model.tied_weights())
     layout = {"tied weights": ", ".join(ties)} if ties else {}
-    packed = [layer for layer in model.modules() if isinstance(layer, LinearLayer)]
+    modules = dict(model.named_modules())
+    packed = [layer for layer in modules.values() if isinstance(layer, LinearLayer)]
     without_weight = {id(module) for layer in packed for module in (layer, *layer.tied_to)}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         if isinstance(module, LinearLayer):
             layout[f"{name}.weight"] = f"[{module.output_size}, {module.input_size}]"
-        for kind, parameter in module.named_parameters(recurse=False):
-            if kind != "weight" or id(module) not in without_weight:
+        for kind, parameter in module._parameters.items():
+            if parameter is not None and (kind != "weight" or id(module) not in without_weight):
                 layout[f"{name}.{kind}"] = str(list(parameter.shape))
     return layout
 

@@ -72,7 +72,7 @@ def load_model(
     """Load the model on `device`, computing in `dtype`, whatever the checkpoint's dtype.
 
     weights_dtype: storage dtype of matrices, if narrower than `dtype`. source: weights in place of the files'. memory:
-    of a live model, which gets the weights; None allocates.
+    of a live model, which gets the weights, so that the returned one cannot run; None allocates.
 
     Needs the model's memory once: it is built on the meta device, and its weights are copied tensor by tensor from the
     mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
@@ -115,8 +115,8 @@ def load_model(
         if is_exact and rounding is None and weights_dtype is not None and weights_dtype != dtype:
             tensors = _warn_of_rounding(tensors, weights_dtype)
         _fill(model, tensors, model_config, load_config, rounding, device, dtype, weights_dtype, source, memory)
-    # Without gradients, so that steps need no `no_grad`.
-    return model.eval().requires_grad_(False)
+    # Without gradients, so that steps need no `no_grad`. One that has given its weights away runs no steps.
+    return model if memory is not None else model.eval().requires_grad_(False)
 
 
 def load_without_memory(
@@ -189,7 +189,10 @@ def _fill(
     tensors = scales.take(tensors)
     if late:
         choose = stays_float if rounding is None else rounding.method
-        slots = assemble(slots or model.checkpoint_slots(), late, device, weights_dtype or dtype, choose, memory)
+        by_layer = rounding is None or isinstance(rounding, OptionRounding)
+        kept_dtype = weights_dtype or dtype
+        slots = slots or model.checkpoint_slots()
+        slots = assemble(slots, late, device, kept_dtype, choose, memory, by_layer=by_layer)
     if source is not None and rounding is not None and not isinstance(rounding, OptionRounding):
         tensors = source.kept(tensors)
     if rounding is not None:
@@ -201,7 +204,7 @@ def _fill(
     if not late:
         process_weights_after_loading(model, None if rounding is None else rounding.choose)
     if memory is not None:  # which has the layers' methods
-        memory.finish(model)
+        memory.finish()
         return
     choose_attention_arithmetic(model)
     model.check_loaded()
@@ -254,7 +257,7 @@ def restore(
         )
     scales.apply()
     if memory is not None:
-        memory.finish(model)
+        memory.finish()
     else:
         choose_attention_arithmetic(model)
         model.check_loaded()
@@ -456,8 +459,8 @@ def materialise(
         if isinstance(module, WidensWeight):
             module.compute_dtype = dtype
             narrow = None if module.shares_weight else weights_dtype
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if id(parameter) in late:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or id(parameter) in late:
                 continue
             if parameter not in made:
                 kept = narrow if narrow is not None and name == "weight" else dtype

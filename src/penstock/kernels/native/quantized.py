@@ -8,18 +8,25 @@ import torch
 from torch import Tensor
 
 from penstock.device.huge_pages import weight_memory
-from penstock.kernels.native import NATIVE, InstructionSet, NativeKernels, as_ids, available_instruction_sets
+from penstock.kernels.native import (
+    NATIVE,
+    WEIGHT_TYPES,
+    InstructionSet,
+    NativeKernels,
+    as_ids,
+    available_instruction_sets,
+)
 from penstock.kernels.native import _module as _library
 from penstock.kernels.native.library import Library
 from penstock.kernels.native.operation_types import operation_types
 from penstock.kernels.native.operations import NativeOperation
-from penstock.kernels.quantized import QuantizedShape, QuantizedWeight
+from penstock.kernels.quantized import GROUP_MULTIPLE, QuantizedShape, QuantizedWeight
 
 
 class NativeQuantizedProducts:
     """The library's functions for one instruction set. Results do not depend on threads or batch.
 
-    base: the instruction set of the other kernels beside them.
+    base: the instruction set of the other kernels beside them. panel_width: output features that are packed together.
     """
 
     keeps_dtype = False
@@ -28,14 +35,39 @@ class NativeQuantizedProducts:
         self.name = name
         self.index = index
         self._module = module
+        self.panel_width = base.panel_width
         types = operation_types(module)
         self._linear = NativeOperation(_library.operation, base.index, types["quantized_linear"])
         self._rows = NativeOperation(_library.operation, base.index, types["quantized_rows"])
 
     def pack(self, weight: QuantizedWeight) -> Tensor:
-        packed = weight_memory(self._module.quantized_packed_bytes(self.index, *weight.shape.kernel_sizes))
+        packed = weight_memory(self.packed_bytes(weight.shape))
         self._convert(self._module.quantized_pack, weight, packed)
         return packed
+
+    def packed_bytes(self, shape: QuantizedShape) -> int:
+        """Bytes of a packed weight."""
+        return int(self._module.quantized_packed_bytes(self.index, *shape.kernel_sizes))
+
+    def nearest_shape(self, weight_OI: Tensor, bits: int) -> QuantizedShape | None:
+        """The format that `pack_nearest` makes of a weight; None if it cannot."""
+        if not weight_OI.is_cpu or weight_OI.dtype not in WEIGHT_TYPES or weight_OI.shape[1] < GROUP_MULTIPLE:
+            return None
+        num_outputs, num_inputs = weight_OI.shape
+        return QuantizedShape(bits, num_outputs, num_inputs, GROUP_MULTIPLE, has_minimums=bits == 4, scale_bytes=2)
+
+    def pack_nearest(
+        self, weight_OI: Tensor, shape: QuantizedShape, packed: Tensor, residual: Tensor | None = None
+    ) -> bool:
+        """Quantise a weight to the nearest integers and pack it in one pass, bit for bit as `layers.quantization`.
+
+        shape: from `nearest_shape`. residual: memory of the packed quantisation errors of a weight of 4 bits. Returns
+        whether all scales and minimums are finite in float16; otherwise the memory has no valid weight.
+        """
+        if weight_OI.stride(1) != 1:
+            weight_OI = weight_OI.contiguous()
+        arguments = weight_OI, weight_OI.stride(0), WEIGHT_TYPES[weight_OI.dtype], packed, residual
+        return bool(self._module.quantized_round(self.index, *shape.kernel_sizes, *arguments, torch.get_num_threads()))
 
     def unpack(self, packed: Tensor, shape: QuantizedShape) -> QuantizedWeight:
         weight = QuantizedWeight(

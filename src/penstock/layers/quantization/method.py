@@ -6,16 +6,17 @@ Suffixes: T tokens, I input features, O output features.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from penstock.device.huge_pages import weight_memory
 from penstock.device.stand_in import is_on_cpu
 from penstock.kernels.gpu_quantized import GpuQuantizedProducts, stored_weight
 from penstock.kernels.native import NATIVE
-from penstock.kernels.native.quantized import native_quantized_products
+from penstock.kernels.native.quantized import NativeQuantizedProducts, native_quantized_products
 from penstock.kernels.quantized import (
     QuantizedProducts,
     QuantizedShape,
@@ -38,6 +39,9 @@ def products_on(kind: str, *, is_invariant: bool) -> QuantizedProducts:
     return PRODUCTS if kind == "cpu" else _INVARIANT_OF_GPUS if is_invariant else _OF_GPUS
 
 
+# Bits of the quantizers that round to nearest, which the C++ kernels do in one pass.
+_NEAREST: Mapping[Quantizer | None, int] = {quantize_int8: 8, quantize_int4: 4}
+
 # Layers that int4 keeps wider on a CPU, for logs.
 WIDER_LAYERS = "MLPs' second products, which have massive inputs, to int8"
 
@@ -52,6 +56,8 @@ class QuantizedMethod(PackedMethod):
         self._given = products
         self._products = products or PRODUCTS
         self.shape: QuantizedShape | None = None
+        # Of a packed weight of the same form, to pack into; empty for new memory.
+        self._memory: tuple[Tensor, ...] = ()
 
     @property
     def description(self) -> str:
@@ -78,9 +84,55 @@ class QuantizedMethod(PackedMethod):
         if weight_OI.is_meta:
             self.shape, size, dtype = _packed_form(self._quantize, self._products, tuple(weight_OI.shape))  # type: ignore[arg-type]
             return weight_OI.new_empty(size, dtype=dtype)
+        packed = self._pack_nearest(weight_OI, 1)
+        if packed is not None:
+            return packed[0]
         weight = self._quantize(weight_OI)
         self.shape = weight.shape
         return self._products.pack(weight)
+
+    def _nearest_shape(self, weight_OI: Tensor) -> QuantizedShape | None:
+        """The format of a weight that is quantised and packed in one pass; None where that is not possible."""
+        bits = 8 if isinstance(self._quantize, _Int8OnCpu) else _NEAREST.get(self._quantize)
+        if bits is None or not isinstance(self._products, NativeQuantizedProducts):
+            return None
+        return self._products.nearest_shape(weight_OI, bits)
+
+    def _pack_nearest(self, weight_OI: Tensor, num_packed: int) -> Sequence[Tensor] | None:
+        """Quantise and pack in one pass, where that is possible: the packed weight, and with 2 its packed residual."""
+        memory, self._memory = self._memory, ()
+        shape = self._nearest_shape(weight_OI)
+        if shape is None:
+            return None
+        assert isinstance(self._products, NativeQuantizedProducts), "has a shape"
+        num_bytes = self._products.packed_bytes(shape)
+        fits = [packed.numel() for packed in memory] == [num_bytes] * num_packed
+        packed = memory if fits else [weight_memory(num_bytes) for _ in range(num_packed)]
+        if not self._products.pack_nearest(weight_OI, shape, *packed):
+            return None
+        self.shape = shape
+        return packed
+
+    def pack_into(self, other: PackedMethod) -> None:
+        self._memory = other.kept
+
+    def takes_rows(self, other: LinearMethod, sample_RI: Tensor, begin: int, num_rows: int) -> bool:
+        assert self.shape is not None, "takes_rows before pack"
+        if type(other) is not type(self) or not isinstance(self._products, NativeQuantizedProducts):
+            return False
+        shape, width, end = other._nearest_shape(sample_RI), self._products.panel_width, begin + num_rows
+        are_panels = begin % width == 0 and (end % width == 0 or end == self.shape.output_size)
+        return are_panels and shape is not None and self._of_rows(shape.output_size) == shape
+
+    def replace_rows(self, weight_RI: Tensor, begin: int) -> bool:
+        assert isinstance(self._products, NativeQuantizedProducts), "takes_rows"
+        first, shape = self._products.packed_bytes(self._of_rows(begin)), self._of_rows(len(weight_RI))
+        places = [packed[first:] for packed in self.kept]
+        return self._products.pack_nearest(weight_RI, shape, *places)
+
+    def _of_rows(self, num_rows: int) -> QuantizedShape:
+        assert self.shape is not None, "rows before pack"
+        return replace(self.shape, output_size=num_rows)
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         """The dequantised weight, float32."""
@@ -141,6 +193,10 @@ class Int4ResidualMethod(QuantizedMethod):
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         assert self._quantize is not None, "a method packs one weight"
+        packed = self._pack_nearest(weight_OI, 2)
+        if packed is not None:
+            self._rest_OI = packed[1]
+            return packed[0]
         rounded = self._quantize(weight_OI)
         self.shape = rounded.shape
         self._rest_OI = self._products.pack(quantize_int4_residual(weight_OI, rounded))
@@ -230,9 +286,14 @@ def int4_method(layer: LinearLayer, quantize: Quantizer) -> LinearMethod:
     """
     if layer.tied_to:
         return Int4ResidualMethod(quantize)
-    return QuantizedMethod(_int8_on_cpu(quantize) if layer.has_massive_inputs else quantize)
+    return QuantizedMethod(_Int8OnCpu(quantize) if layer.has_massive_inputs else quantize)
 
 
-@functools.cache
-def _int8_on_cpu(quantize: Quantizer) -> Quantizer:
-    return lambda weight_OI: quantize_int8(weight_OI) if is_on_cpu(weight_OI) else quantize(weight_OI)
+@dataclass(frozen=True, slots=True)
+class _Int8OnCpu:
+    """Quantisation to int8 on a CPU, and by another quantizer elsewhere."""
+
+    elsewhere: Quantizer
+
+    def __call__(self, weight_OI: Tensor) -> QuantizedWeight:
+        return quantize_int8(weight_OI) if is_on_cpu(weight_OI) else self.elsewhere(weight_OI)

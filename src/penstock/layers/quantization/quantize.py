@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.device.stand_in import is_on_cpu
@@ -71,12 +72,15 @@ def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> Quantized
 
 def quantize_int4_residual(weight_OI: Tensor, rounded: QuantizedWeight) -> QuantizedWeight:
     """Quantise the residual of an int4 weight to 4 more bits: together they are nearly as exact as int8."""
-    return join_rows(
+    residual = join_rows(
         [
             quantize_int4(weight_OI[rows].float() - rounded.rows(rows).dequantize(), rounded.shape.group_size)
             for rows in _rows_at_once(weight_OI)
         ]
     )
+    # Both are read with the format of the weight.
+    scale_bytes = max(residual.shape.scale_bytes, rounded.shape.scale_bytes)
+    return replace(residual, shape=replace(residual.shape, scale_bytes=scale_bytes))
 
 
 def _rows_at_once(weight_OI: Tensor) -> list[slice]:
@@ -194,7 +198,8 @@ def _narrowed(scales: Tensor) -> tuple[Tensor, int]:
 
 def _best_grid(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
     """Scales and minimums with the least squared error: of several ranges, each fitted to its integers."""
-    low_OG, high_OG = groups_OGS.amin(dim=2), groups_OGS.amax(dim=2)
+    # Which of two zeros is the smaller one depends on the machine: a sum with zero is never the negative one.
+    low_OG, high_OG = groups_OGS.amin(dim=2) + 0.0, groups_OGS.amax(dim=2) + 0.0
     best_scale_OG, best_minimum_OG = (high_OG - low_OG) / (INT4_LEVELS - 1), low_OG
     if groups_OGS.is_meta:  # no search without values
         return best_scale_OG, best_minimum_OG
@@ -214,12 +219,13 @@ def _best_grid(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
 def _fitted(groups_OGS: Tensor, scale_OG: Tensor, minimum_OG: Tensor) -> tuple[Tensor, Tensor]:
     """Least-squares scale and minimum for the integers of a grid."""
     values_OGS = _values(groups_OGS, scale_OG, minimum_OG)
-    mean_OG1, weight_OG1 = values_OGS.mean(dim=2, keepdim=True), groups_OGS.mean(dim=2, keepdim=True)
-    centred_OGS = values_OGS - mean_OG1
-    variance_OG = centred_OGS.square().sum(dim=2)
-    fitted_OG = (centred_OGS * groups_OGS).sum(dim=2) / _divisor(variance_OG)
+    group_size = groups_OGS.shape[2]
+    mean_OG, weight_OG = _sum(values_OGS) / group_size, _sum(groups_OGS) / group_size
+    centred_OGS = values_OGS - mean_OG.unsqueeze(2)
+    variance_OG = _sum(centred_OGS.square())
+    fitted_OG = _sum(centred_OGS * groups_OGS) / _divisor(variance_OG)
     fitted_OG = torch.where(variance_OG == 0, scale_OG, fitted_OG)
-    return fitted_OG, (weight_OG1.squeeze(2) - fitted_OG * mean_OG1.squeeze(2))
+    return fitted_OG, weight_OG - fitted_OG * mean_OG
 
 
 def _best_grid_with_zero_points(groups_OGS: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +257,16 @@ def _values(groups_OGS: Tensor, scale_OG: Tensor, minimum_OG: Tensor) -> Tensor:
 def _squared_error(groups_OGS: Tensor, scale_OG: Tensor, minimum_OG: Tensor) -> Tensor:
     values_OGS = _values(groups_OGS, scale_OG, minimum_OG)
     rounded_OGS = values_OGS.mul_(scale_OG.unsqueeze(2)).add_(minimum_OG.unsqueeze(2))
-    return rounded_OGS.sub_(groups_OGS).square_().sum(dim=2)
+    return _sum(rounded_OGS.sub_(groups_OGS).square_())
+
+
+def _sum(numbers_OGS: Tensor) -> Tensor:
+    """Sums of groups, added by halves: in one order on every machine, which torch does not promise. [O, G]."""
+    while (size := numbers_OGS.shape[2]) > 1:
+        half = -(-size // 2)
+        rest_OGS = numbers_OGS[..., half:]
+        numbers_OGS = numbers_OGS[..., :half] + (F.pad(rest_OGS, (0, 1)) if size % 2 else rest_OGS)
+    return numbers_OGS.squeeze(2)
 
 
 def _divisor(scales: Tensor) -> Tensor:

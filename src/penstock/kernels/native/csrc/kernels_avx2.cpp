@@ -41,7 +41,7 @@ const penstock::QuantizedKernels* penstock::quantized_avx2_tiles_kernels() {
   namespace avx2 = penstock::quantized_avx2;
   const auto& others = avx2::kQuantizedTable;
   static const QuantizedKernels table = {"avx2 by emulated tiles", others.packed_bytes, others.pack, others.unpack,
-                                         avx2::quantized_linear_by_tiles, others.rows};
+                                         avx2::quantized_linear_by_tiles, others.rows, others.round};
   return &table;
 }
 #else

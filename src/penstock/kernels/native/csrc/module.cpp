@@ -254,6 +254,7 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(quantized_packed_bytes),
     PENSTOCK_FUNCTION(quantized_pack),
     PENSTOCK_FUNCTION(quantized_unpack),
+    PENSTOCK_FUNCTION(quantized_round),
     {"operation_types", operation_types, METH_NOARGS, nullptr},
     PENSTOCK_FUNCTION(operation),
     PENSTOCK_FUNCTION(step_operation),

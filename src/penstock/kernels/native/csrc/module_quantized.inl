@@ -66,4 +66,19 @@ PyObject* quantized_unpack(PyObject*, PyObject* const* values, Py_ssize_t count)
   return quantized_convert(&QuantizedKernels::unpack, values, count);
 }
 
+// -> whether all scales and minimums are finite in float16; if not, the packed weight is undefined.
+PyObject* quantized_round(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  Arguments in(values, count);
+  const QuantizedKernels* kernels = quantized_kernels(in);
+  QuantizedRoundArgs a;
+  a.shape = quantized_shape(in);
+  in.read(a.weight, a.weight_stride, a.weight_type, a.packed, a.rest, a.num_threads);
+  if (!in.are_good()) return nullptr;
+  bool is_finite;
+  Py_BEGIN_ALLOW_THREADS;
+  is_finite = kernels->round(a);
+  Py_END_ALLOW_THREADS;
+  return PyBool_FromLong(is_finite);
+}
+
 }  // namespace

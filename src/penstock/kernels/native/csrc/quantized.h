@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "kernels.h"
+
 namespace penstock {
 
 // A quantised weight: weight[n][k] = value[n][k] * scale[n][k / group_size] + minimum[n][k / group_size].
@@ -27,6 +29,20 @@ struct QuantizedPackArgs {
   float* minimums;  // [out_features][groups]; unused without
   void* packed;     // packed_bytes of the shape, aligned to a cache line
   int num_threads;  // of packing
+};
+
+// Quantisation of a float weight to the nearest integers, in groups of 32 with float16 scales, straight into its packed form.
+//
+// shape: 8 bits without minimums or 4 bits with them, from 32 input features on. rest: packed quantisation errors, of the
+// same shape, of a weight of 4 bits; nullptr for none.
+struct QuantizedRoundArgs {
+  QuantizedShape shape;
+  const void* weight;  // [out_features][in_features], rows weight_stride apart
+  int64_t weight_stride;
+  WeightType weight_type;  // kFloat32, kBfloat16 or kFloat16
+  void* packed;
+  void* rest;
+  int num_threads;
 };
 
 // out[m][n] = sum over k of x[m][k] * weight[n][k], plus an optional bias[n].
@@ -62,6 +78,8 @@ struct QuantizedKernels {
   // False when scratch allocation fails; the output is undefined then.
   bool (*linear)(const QuantizedLinearArgs&);
   bool (*rows)(const QuantizedRowsArgs&);
+  // False when a scale or minimum is not finite in float16; the packed weight is undefined then.
+  bool (*round)(const QuantizedRoundArgs&);
 };
 
 // nullptr where the library was built for another architecture.

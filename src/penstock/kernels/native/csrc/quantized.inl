@@ -13,7 +13,9 @@
 // Prefetch distance of weights for few rows, in bytes.
 #define PENSTOCK_AHEAD 2048
 
+#include "transpose.inl"
 #include "quantized_formats.inl"
+#include "quantized_rounding.inl"
 #include "quantized_tiles.inl"
 
 namespace PENSTOCK_NAMESPACE {
@@ -185,7 +187,7 @@ static bool quantized_rows(const QuantizedRowsArgs& a) {
 }
 
 static const QuantizedKernels kQuantizedTable = {
-    PENSTOCK_NAME, packed_bytes, pack, unpack, quantized_linear, quantized_rows,
+    PENSTOCK_NAME, packed_bytes, pack, unpack, quantized_linear, quantized_rows, round_weight,
 };
 
 }  // namespace PENSTOCK_NAMESPACE

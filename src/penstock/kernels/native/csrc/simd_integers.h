@@ -133,6 +133,21 @@ PENSTOCK_INLINE IntVec add_dot_signed_quads(IntVec sum, ByteVec w, ByteVec x) {
 #endif
 }
 
+// Whether any lane is set, of lanes with all bits or none.
+PENSTOCK_INLINE bool any(IntVec lanes) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 4
+  return _mm_movemask_ps((__m128)lanes) != 0;
+#elif defined(__x86_64__) && PENSTOCK_LANES == 8
+  return _mm256_movemask_ps((__m256)lanes) != 0;
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return _mm512_movepi32_mask((__m512i)lanes) != 0;
+#else
+  int32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= lanes[i];
+  return bits != 0;
+#endif
+}
+
 // Low and high nibbles of every byte, as bytes.
 PENSTOCK_INLINE ByteVec low_halves(ByteVec x) { return x & 15; }
 PENSTOCK_INLINE ByteVec high_halves(ByteVec x) { return (ByteVec)((UnsignedShortVec)x >> 4) & 15; }
