@@ -208,6 +208,25 @@ def test_quantised_weights_are_saved_and_cached_by_rank(folder: Path, tmp_path: 
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_saved_states_serve_other_arrangements(quantization: str | None, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    tiny_checkpoint(tmp_path / "model", "qwen2", vocab_size=VOCAB_SIZE, tie_word_embeddings=True, **sizes)
+    saving = make_core(tmp_path / "model", tensor_parallel_size=2, quantization=quantization)
+    saving.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / "saved"),)))
+    saving.close()
+    for arrangement in ({}, {"tensor_parallel_size": 4}, {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}):
+        results = [
+            results_of(make_core(tmp_path / folder, **arrangement, **loading), is_tight=False)
+            for folder, loading in (
+                ("model", {"quantization": quantization}),
+                ("saved", {"load_format": "sharded_state"}),
+            )
+        ]
+        assert results[0] == results[1]
+
+
 class SlowToReload(Worker):
     """On its last rank, and until a file appears."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from penstock.config import LoadConfig, ModelConfig
-from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError, ConfigError
 from penstock.loader.loader import load_model
-from penstock.loader.packed_state import PackedState
-from penstock.loader.sharded_state import _cut, copy_model_files, find_sharded_files, save_sharded_state
+from penstock.loader.sharded_state import _cut, copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
 from support.checkpoints import load_config, tiny_checkpoint
 from support.plain_attention import sequence_logits
-from support.ranks import contexts
 
 MAX_SIZE = 40_000
 TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -85,7 +81,7 @@ def test_no_part_is_larger_than_it_may_be_unless_one_tensor_is(parts: list[Path]
         assert sum(sizes) <= MAX_SIZE or len(sizes) == 1
     with safe_open(parts[0], framework="pt") as file:
         said = file.metadata()
-    sizes = {"tensor_parallel_size", "pipeline_parallel_size", "world_size"}
+    sizes = {"tensor_parallel_size", "pipeline_parallel_size", "world_size", "pipeline_layers"}
     assert said.keys() == {"format", "rank", *sizes, "num_parts", "crc32"}
     assert (said["rank"], said["world_size"], said["num_parts"]) == ("0", "1", str(len(parts)))
 
@@ -152,26 +148,8 @@ def test_a_part_that_is_there_twice_without_a_note_of_how_many_there_are(parts: 
 def test_a_state_of_other_ranks_is_refused(parts: list[Path]) -> None:
     content = load_file(parts[0])
     save_file(content, parts[0], {"rank": "0", "world_size": "2", "num_parts": str(len(parts))})
-    with pytest.raises(CheckpointError, match="was saved with world_size=2, but this engine has world_size=1"):
+    with pytest.raises(CheckpointError, match="says .* world_size='2', .*which is no arrangement of ranks"):
         load_state(parts[0].parent)
-
-
-@pytest.mark.parametrize("quantization", [None, "int4"])
-def test_quantized_states_of_another_arrangement_are_refused(quantization: str | None, tmp_path: Path) -> None:
-    tiny_checkpoint(tmp_path / "model")
-    config = ModelConfig.load(str(tmp_path / "model"), quantization=quantization)
-    for parallel in contexts(2):
-        model = load_model(config, LoadConfig(), parallel, torch.device("cpu"), torch.float32)
-        packed = None if quantization is None else PackedState.of(model, config, "cpu", ("float32", "float32"))
-        save_sharded_state(model, tmp_path / "state", parallel, packed=packed)
-    for others in (contexts(1), contexts(4)):
-        for other in others:
-            with pytest.raises(CheckpointError, match=r"was saved with tensor_parallel_size=2.*not shared out again"):
-                find_sharded_files(tmp_path / "state", SHARDED_STATE_PATTERN, other)
-    # Two stages are as many ranks as two shares.
-    (stage,) = (replace(one, tensor=ParallelState().tensor, pipeline=one.tensor) for one in contexts(2)[:1])
-    with pytest.raises(CheckpointError, match="tensor_parallel_size=2, but this engine has tensor_parallel_size=1"):
-        find_sharded_files(tmp_path / "state", SHARDED_STATE_PATTERN, stage)
 
 
 def test_a_truncated_part_is_named(parts: list[Path]) -> None:

@@ -64,6 +64,16 @@ class Part:
         pairs: Tensor = part.unflatten(self.dim, (-1, self.interleaved // 2, 2))
         return pairs.transpose(self.dim + 1, self.dim + 2).flatten(self.dim, self.dim + 2)
 
+    def put(self, whole: Tensor, part: Tensor) -> None:
+        """Write the part to its place in a whole tensor: the inverse of `of`."""
+        if self.interleaved is not None:
+            halves: Tensor = part.unflatten(self.dim, (-1, 2, self.interleaved // 2))
+            part = halves.transpose(self.dim + 1, self.dim + 2).flatten(self.dim, self.dim + 2)
+        begin = 0
+        for share in self.shares:
+            whole.narrow(self.dim, share.start, share.size).copy_(part.narrow(self.dim, begin, share.size))
+            begin += share.size
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:

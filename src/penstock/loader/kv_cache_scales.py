@@ -102,6 +102,11 @@ def scales_of_state(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def names_of_scales(model: CausalLM) -> list[str]:
+    """Return the names that `scales_of_state` may give scales of this model."""
+    return [f"{name}.{kind}" for name in attention_layers(model) for kind in (_KEY, _VALUE)]
+
+
 def _names_in_state(model: CausalLM) -> dict[str, Attention | None]:
     """Attention modules by their layers' names, without the last part."""
     modules = modules_of_attention(model).values()

@@ -22,17 +22,19 @@ from penstock.errors import CheckpointError, ConfigError, ModelError, OutOfMemor
 from penstock.layers.experts import Experts
 from penstock.layers.linear import LinearLayer, has_bfloat16_products, process_weights_after_loading
 from penstock.layers.weights import WidensWeight
+from penstock.loader.arrangement import Arrangement
 from penstock.loader.dummy import iterate_dummy_weights
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.kv_cache_scales import CheckpointScales
 from penstock.loader.live_memory import LiveMemory
-from penstock.loader.packed_state import PackedLayers, PackedState, layouts_of
+from penstock.loader.packed_state import Layouts, PackedLayers, PackedState, layouts_of
 from penstock.loader.plausible_size import check_against_files, check_against_memory
 from penstock.loader.pytorch_bin import check_pytorch_bins, iterate_pytorch_bins
 from penstock.loader.quantized.assembly import OptionRounding, Rounding, assemble, linear_weights, stays_float
 from penstock.loader.quantized.choose import choose_rounding, log_rounding
+from penstock.loader.resharding import Resharding, SavedRanks
 from penstock.loader.safetensors import check_safetensors, iterate_safetensors, peek_safetensors
-from penstock.loader.sharded_state import find_packed_state, find_sharded_files, state_slots
+from penstock.loader.sharded_state import RankFiles, find_packed_state, find_sharded_files, find_state, state_slots
 from penstock.loader.tensor_parallel_sizes import UnjoinedGroup, naming_sizes
 from penstock.loader.tied_weights import StoredTies, find_ties, find_ties_of_state, log_ties, untied
 from penstock.loader.weight_files import (
@@ -53,8 +55,8 @@ from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
 _OF_STATES = (
-    " A sharded state is of use to engines like the one that saved it: with other workers, or a head that drafts, let "
-    "one of these options save it anew (save_sharded_state)."
+    " A sharded state is of use to engines like the one that saved it: with a head that drafts, let an engine with "
+    "these options save it anew (save_sharded_state)."
 )
 
 
@@ -78,12 +80,13 @@ def load_model(
     mapped files. Raises UnsupportedModel, UnsupportedFeature or ModelError for its `config.json`, CheckpointError for
     weights that are damaged or do not fit.
     """
+    saved = None
     if source is None and load_config.load_format in STATES:
         with _naming(model_config.folder, load_config):
-            packed = find_packed_state(model_config.folder, load_config, parallel_context)
-            if packed is not None:
+            saved = find_state(model_config.folder, load_config, parallel_context)
+            if saved is not None and saved.header:
                 dtypes = dtype, weights_dtype
-                return restore(packed.read(), model_config, parallel_context, device.type, device, *dtypes, memory)
+                return restore(saved.read(), model_config, parallel_context, device.type, device, *dtypes, memory)
     rounding = choose_rounding(model_config, load_config, device.type)
     if memory is None:
         if rounding is not None:
@@ -107,7 +110,10 @@ def load_model(
             check_against_memory(model, model_config, device)
             tensors = iterate_dummy_weights(model.checkpoint_slots(), device)
         else:
-            tensors = open_weights(model_config.folder, load_config, parallel_context)
+            if isinstance(saved, RankFiles):
+                tensors = _reshard(saved.read(), model, model_config, parallel_context, device.type).parameters()
+            else:
+                tensors = open_weights(model_config.folder, load_config, parallel_context)
             check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
@@ -133,11 +139,12 @@ def load_without_memory(
     tensors: meta tensors of the checkpoint, if its files are not local. Raises what `load_model` raises. Returns the
     number of parameters too, which packed weights do not show.
     """
+    saved = None
     if tensors is None and load_config.load_format in STATES:
         with _naming(model_config.folder, load_config):
-            packed = find_packed_state(model_config.folder, load_config, parallel_context)
-            if packed is not None:
-                model = restore(packed.peek(), model_config, parallel_context, kind, META, dtype, weights_dtype)
+            saved = find_state(model_config.folder, load_config, parallel_context)
+            if saved is not None and saved.header:
+                model = restore(saved.peek(), model_config, parallel_context, kind, META, dtype, weights_dtype)
                 return model, sum(
                     parameter.numel() for parameter in build_model(model_config, parallel_context).parameters()
                 )
@@ -156,7 +163,11 @@ def load_without_memory(
             tensors = [(name, torch.empty(slot.shape, device=META)) for name, slot in slots.items()]
         else:
             if tensors is None:
-                tensors = list(peek_weights(model_config.folder, load_config, parallel_context))
+                if isinstance(saved, RankFiles):
+                    tensors = _reshard(saved.peek(), model, model_config, parallel_context, kind).parameters()
+                else:
+                    tensors = peek_weights(model_config.folder, load_config, parallel_context)
+                tensors = list(tensors)
                 check_against_files(model, model_config)
             if load_config.load_format != SHARDED_STATE:
                 tensors = ties.apply(model, tensors)
@@ -223,7 +234,7 @@ def _set_options(model: CausalLM, model_config: ModelConfig, *, has_float_produc
 
 
 def restore(
-    state: PackedState,
+    state: PackedState | SavedRanks,
     model_config: ModelConfig,
     parallel_context: ParallelState,
     kind: str,
@@ -243,6 +254,8 @@ def restore(
         model = build_model(untied(model_config), parallel_context)
     if memory is not None:
         memory.check(model)
+    if isinstance(state, SavedRanks):
+        state = _reshard(state, model, model_config, parallel_context, kind, layouts).packed_state()
     scales = CheckpointScales(model, is_state=True)
     tensors = dict(scales.take(state.tensors.items()))
     with standing_for(kind) if device == META else torch.no_grad():
@@ -262,6 +275,19 @@ def restore(
         choose_attention_arithmetic(model)
         model.check_loaded()
     return model.eval().requires_grad_(False)
+
+
+def _reshard(
+    saved: SavedRanks,
+    model: CausalLM,
+    model_config: ModelConfig,
+    parallel_context: ParallelState,
+    kind: str,
+    layouts: Layouts | None = None,
+) -> Resharding:
+    """Let a rank's model, on the meta device, have its shares of the states of another arrangement."""
+    build = partial(build_like, model, model_config)
+    return Resharding(model, saved, Arrangement.of(parallel_context), build, kind, layouts)
 
 
 def _check_arithmetic(model: CausalLM, model_config: ModelConfig) -> None:
@@ -406,7 +432,7 @@ def peek_weights(
 def _safetensors_files(folder: Path, load_config: LoadConfig, parallel_context: ParallelState) -> WeightFiles | None:
     """Safetensors files of the checkpoint, if its format is theirs or "auto"; None without any."""
     if load_config.load_format == SHARDED_STATE:
-        return find_sharded_files(folder, load_config.sharded_state_pattern, parallel_context)
+        return find_sharded_files(folder, load_config.sharded_state_pattern, parallel_context).of_names
     return find_weight_files(folder, SAFETENSORS) if load_config.load_format in ("auto", "safetensors") else None
 
 

@@ -161,6 +161,15 @@ class Layouts:
     integers: QuantizedProducts
 
 
+def check_layers(layers: Mapping[str, LinearLayer], entries: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a header has entries of exactly these layers."""
+    if differing := sorted(layers.keys() ^ entries.keys()):
+        raise CheckpointError(
+            f"The packed weights are of another model: {len(differing)} linear layers differ, such as "
+            f"{differing[0]}. Load the checkpoint that they were made from."
+        )
+
+
 class PackedLayers:
     """Linear layers of a model on the meta device, by the header of a state.
 
@@ -172,14 +181,10 @@ class PackedLayers:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
         self._entries: Mapping[str, Any] = state.header["layers"]
         self._model, self._kind, self._layouts = model, kind, layouts
-        if differing := sorted(self._layers.keys() ^ self._entries.keys()):
-            raise CheckpointError(
-                f"The packed weights are of another model: {len(differing)} linear layers differ, such as "
-                f"{differing[0]}. Load the checkpoint that they were made from."
-            )
+        check_layers(self._layers, self._entries)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = {id(parameters[name]) for name in state.tensors if name in parameters}
-        weights = {id(layer.weight) for name, layer in self._layers.items() if self._is_packed(name)}
+        weights = {id(layer.weight) for name, layer in self._layers.items() if is_packed(self._entries[name])}
         self.late = weights - stored
 
     def fill(
@@ -200,7 +205,7 @@ class PackedLayers:
                     raise _of_other_shape(name, stored, target)
                 target.detach().copy_(stored)
         for name, layer in self._layers.items():
-            if self._is_packed(name):
+            if is_packed(self._entries[name]):
                 self._fill_layer(name, layer, tensors, device)
             elif self._entries[name]["method"] == OneDnnMethod.__name__:
                 layer.method = choose_linear_method(layer.weight, layer.compute_dtype)
@@ -208,40 +213,62 @@ class PackedLayers:
             if finished is not None:
                 finished(layer)
 
-    def _is_packed(self, name: str) -> bool:
-        return self._entries[name]["method"] not in (PlainMethod.__name__, OneDnnMethod.__name__)
-
     def _fill_layer(self, name: str, layer: LinearLayer, tensors: dict[str, Tensor], device: torch.device) -> None:
         entry = self._entries[name]
         layer.has_smoothed_inputs = entry["is_smoothed"]
         stored = {attribute: _taken(tensors, f"{name}.method.{attribute}") for attribute in entry["tensors"]}
-        method, forms = self._made(name, layer, stored, None)
+        method, forms = form_of(entry, layer, stored, self._kind, None)
         if self._layouts is not None:
-            old, old_forms = self._made(name, layer, stored, self._layouts)
-            for attribute, form in old_forms.items():
-                _check(f"{name}.method.{attribute}", stored[attribute], form)
-            stored = _repacked(
-                old, method, layer, {key: _in_memory(stored[key], old_forms[key], device) for key in stored}
-            )
-        read = {}
-        for attribute, form in forms.items():
-            _check(f"{name}.method.{attribute}", stored[attribute], form)
-            read[attribute] = form if device == META else _in_memory(stored[attribute], form, device)
+            old, old_forms = form_of(entry, layer, stored, self._kind, self._layouts)
+            stored = _repacked(old, method, layer, in_forms(name, stored, old_forms, device))
+        read = in_forms(name, stored, forms, device)
         if id(layer.weight) in self.late or layer.weight.is_meta:
             dtype = layer.compute_dtype or layer.weight.dtype
             layer.take_weight(torch.empty(0, dtype=dtype, device=device))
         layer.method = method
         method.adopt(layer, read)
 
-    def _made(
-        self, name: str, layer: LinearLayer, stored: Mapping[str, Tensor], layouts: Layouts | None
-    ) -> tuple[PackedMethod, dict[str, Tensor]]:
-        """Make a layer's method; return it, and meta tensors of its weight's form. layouts: None for those of here."""
-        entry, size = self._entries[name], (layer.output_size, layer.input_size)
-        with standing_for(self._kind):
-            method = _method(entry, layer, stored, self._kind, layouts)
-            method.packed_OI = method.pack(torch.empty(size, dtype=getattr(torch, entry["dtype"])))
-        return method, {key: value for key, value in vars(method).items() if isinstance(value, Tensor)}
+
+def is_packed(entry: Mapping[str, Any]) -> bool:
+    """Whether a layer with this entry of the header has its weight packed; others have a parameter."""
+    return entry["method"] not in (PlainMethod.__name__, OneDnnMethod.__name__)
+
+
+def form_of(
+    entry: Mapping[str, Any], layer: LinearLayer, stored: Mapping[str, Tensor], kind: str, layouts: Layouts | None
+) -> tuple[PackedMethod, dict[str, Tensor]]:
+    """Make a layer's method; return it, and meta tensors of its weight's form.
+
+    stored: tensors of the method. kind: of the device. layouts: None for those of here.
+    """
+    size = layer.output_size, layer.input_size
+    with standing_for(kind):
+        method = _method(entry, layer, stored, kind, layouts)
+        method.packed_OI = method.pack(torch.empty(size, dtype=getattr(torch, entry["dtype"])))
+    return method, _tensors_in(method)
+
+
+def in_forms(
+    name: str, stored: Mapping[str, Tensor], forms: Mapping[str, Tensor], device: torch.device
+) -> dict[str, Tensor]:
+    """Copy the stored tensors of a layer's method into memory of their own, in these forms.
+
+    Raises CheckpointError for tensors in other forms.
+    """
+    read = {}
+    for attribute, form in forms.items():
+        _check(f"{name}.method.{attribute}", stored[attribute], form)
+        read[attribute] = form if device == META else _in_memory(stored[attribute], form, device)
+    return read
+
+
+def tensors_of_method(method: PackedMethod) -> dict[str, Tensor]:
+    """Tensors of a packed weight by attribute, as a state has them."""
+    return {key: _whole_rows(tensor) for key, tensor in _tensors_in(method).items()}
+
+
+def _tensors_in(method: PackedMethod) -> dict[str, Tensor]:
+    return {key: value for key, value in vars(method).items() if isinstance(value, Tensor)}
 
 
 def _method(
@@ -288,13 +315,13 @@ def _repacked(
     """Convert packed tensors from one layout to another, through the weight itself; bit for bit."""
     if isinstance(old, QuantizedMethod) and isinstance(new, QuantizedMethod):
         return {
-            name: old.repacked(tensor, new) if tensor.dtype is torch.uint8 else tensor
+            name: new.packed(old.unpacked(tensor)) if tensor.dtype is torch.uint8 else tensor
             for name, tensor in stored.items()
         }
     for name, tensor in stored.items():
         setattr(old, name, tensor)
     new.packed_OI = new.pack(old.unpack(stored["packed_OI"], layer.output_size))
-    return {name: _whole_rows(getattr(new, name)) for name in stored}
+    return tensors_of_method(new)
 
 
 def _described(name: str, layer: LinearLayer) -> dict[str, Any]:
@@ -309,8 +336,7 @@ def _described(name: str, layer: LinearLayer) -> dict[str, Any]:
             f"{name} has the linear method {type(method).__name__}, of which no packed state can be saved. Load the "
             "checkpoint instead."
         )
-    tensors = {key: value for key, value in vars(method).items() if isinstance(value, Tensor)}
-    described["tensors"] = list(tensors)
+    described["tensors"] = list(_tensors_in(method))
     described["dtype"] = "float32"
     if isinstance(method, QuantizedMethod):
         assert method.shape is not None, "is packed"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,12 +22,14 @@ from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN, TENSORIZE
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
 from penstock.layers.weights import WeightSlot
+from penstock.loader.arrangement import Arrangement
 from penstock.loader.kv_cache_scales import scales_of_state
 from penstock.loader.packed_files import PackedFiles, metadata_of, read_header, write_tensors
 from penstock.loader.packed_state import PackedState
+from penstock.loader.resharding import SavedRanks
 from penstock.loader.safetensors import opened
-from penstock.loader.tensorized import TensorizedState, default_uri
-from penstock.loader.weight_files import WeightFiles, check_arrangement, damaged, parts_of_rank, sizes_of
+from penstock.loader.tensorized import TensorizedState, default_uri, open_tensorized
+from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
 from penstock.parallel import ParallelState
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -89,21 +93,78 @@ def copy_model_files(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> WeightFiles:
-    """Return this rank's files, in order.
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """Files of a saved state. ranks: of this rank alone; of all ranks where the state has another arrangement of them.
 
-    Raises CheckpointError for a missing part, no files, or files of another number of ranks.
+    arrangement: of the state. is_other: whether it is another one than the engine's.
     """
-    parts = parts_of_rank(folder, pattern, parallel.rank)
-    if not parts:
-        # Of other ranks there may be some.
-        _check_arrangement(parts_of_rank(folder, pattern, 0).values(), parallel)
+
+    arrangement: Arrangement
+    ranks: Sequence[WeightFiles]
+    is_other: bool
+
+    @property
+    def of_names(self) -> WeightFiles:
+        """Files that have all tensors of the model by name, as whole tensors or as shares."""
+        first = self.ranks[:: self.arrangement.tensor_parallel_size] if self.is_other else self.ranks
+        return WeightFiles(tuple(path for files in first for path in files.paths))
+
+
+@dataclass(frozen=True, slots=True)
+class RankFiles:
+    """States of all ranks of another arrangement, in files."""
+
+    arrangement: Arrangement
+    ranks: Sequence[PackedFiles | TensorizedState]
+
+    @property
+    def header(self) -> Mapping[str, Any]:
+        """The first rank's header."""
+        return self.ranks[0].header
+
+    def read(self) -> SavedRanks:
+        return SavedRanks(self.arrangement, [one.read() for one in self.ranks])
+
+    def peek(self) -> SavedRanks:
+        """The states with meta tensors."""
+        return SavedRanks(self.arrangement, [one.peek() for one in self.ranks])
+
+
+def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> StateFiles:
+    """Return the files of a saved state, in order.
+
+    Raises CheckpointError for a missing part, no files, or files of different arrangements of ranks.
+    """
+    here = Arrangement.of(parallel)
+    # A state of fewer ranks has no files of this one.
+    known = next((found for rank in (parallel.rank, 0) if (found := parts_of_rank(folder, pattern, rank))), None)
+    if known is None:
         present = ", ".join(sorted(path.name for path in folder.iterdir())) or "nothing"
         wanted = pattern.format(rank=parallel.rank, part=0)
         raise CheckpointError(f"There is no {wanted} (load_format='sharded_state'). The folder holds {present}.")
-    _check_arrangement(parts.values(), parallel)
+    saved = _arrangement_of(next(iter(known.values())), here)
+    is_other = saved != here
+    ranks = range(saved.num_ranks) if is_other else (parallel.rank,)
+    return StateFiles(saved, [_files_of_rank(folder, pattern, rank, saved) for rank in ranks], is_other)
+
+
+def _files_of_rank(folder: Path, pattern: str, rank: int, arrangement: Arrangement) -> WeightFiles:
+    """Files of one rank, in order."""
+    parts = parts_of_rank(folder, pattern, rank)
+    if not parts:
+        raise CheckpointError(
+            f"{folder} lacks {pattern.format(rank=rank, part=0)}, the share of rank {rank} of a state that was saved "
+            f"with {arrangement}. Engines with another arrangement need the files of all ranks: copy them there."
+        )
     num_parts = max(parts) + 1
     for number, path in parts.items():
+        other = _arrangement_of(path, arrangement)
+        if other != arrangement:
+            raise CheckpointError(
+                f"{path} was saved with {other}, and other files of the folder with {arrangement}. Remove those that "
+                "do not belong to the state."
+            )
         with opened(path) as file:
             metadata = file.metadata() or {}
         saved_parts = _number_of_parts(path, metadata.get("num_parts", str(num_parts)))
@@ -116,32 +177,47 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> W
     if num_missing:
         # Not all parts that a file name claims, which may be many.
         first = islice((part for part in range(num_parts) if part not in parts), _SHOWN)
-        names = ", ".join(pattern.format(rank=parallel.rank, part=part) for part in first)
+        names = ", ".join(pattern.format(rank=rank, part=part) for part in first)
         count = f" and others ({num_missing:,} in all)" if num_missing > _SHOWN else ""
         raise CheckpointError(f"{folder} lacks {names}{count} of {num_parts} parts. Save the state again.")
     return WeightFiles(tuple(parts[number] for number in sorted(parts)))
 
 
-def find_packed_state(
+def find_state(
     folder: Path, load_config: LoadConfig, parallel: ParallelState
-) -> PackedFiles | TensorizedState | None:
-    """Return this rank's packed state; None for another load format, or a sharded state of floats.
+) -> PackedFiles | TensorizedState | RankFiles | None:
+    """Return the saved state of this rank, or those of all ranks of another arrangement; None for other load formats.
 
-    Raises CheckpointError for missing or damaged files.
+    The header of a state of floats is empty. Raises CheckpointError for missing or damaged files.
     """
     if load_config.load_format == TENSORIZER:
-        return TensorizedState.open(load_config.tensorizer_uri or default_uri(folder), parallel)
+        uri = load_config.tensorizer_uri or default_uri(folder)
+        return _state_of(*open_tensorized(uri, parallel))
     if load_config.load_format != SHARDED_STATE:
         return None
     files = find_sharded_files(folder, load_config.sharded_state_pattern, parallel)
-    header = read_header(files)
-    return None if header is None else PackedFiles(files, header)
+    return _state_of(
+        files.arrangement, [PackedFiles(one, read_header(one) or {}) for one in files.ranks], files.is_other
+    )
 
 
-def _check_arrangement(paths: Iterable[Path], parallel: ParallelState) -> None:
-    for path in paths:
-        with opened(path) as file:
-            check_arrangement(path, file.metadata() or {}, parallel)
+def find_packed_state(
+    folder: Path, load_config: LoadConfig, parallel: ParallelState
+) -> PackedFiles | TensorizedState | RankFiles | None:
+    """Return the packed state of `find_state`; None for a sharded state of floats too."""
+    found = find_state(folder, load_config, parallel)
+    return found if found is not None and found.header else None
+
+
+def _state_of(
+    arrangement: Arrangement, ranks: Sequence[PackedFiles | TensorizedState], is_other: bool
+) -> PackedFiles | TensorizedState | RankFiles:
+    return RankFiles(arrangement, ranks) if is_other else ranks[0]
+
+
+def _arrangement_of(path: Path, here: Arrangement) -> Arrangement:
+    with opened(path) as file:
+        return Arrangement.said_by(path, file.metadata() or {}, here)
 
 
 def _number_of_parts(path: Path, written: str) -> int:
@@ -166,7 +242,7 @@ def _write_parts(
         metadata = {
             "format": "pt",
             "rank": str(parallel.rank),
-            **{name: str(size) for name, size in sizes_of(parallel).items()},
+            **Arrangement.of(parallel).header(),
             "num_parts": str(len(parts)),
         }
         try:

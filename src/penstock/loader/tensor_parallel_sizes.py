@@ -15,10 +15,10 @@ _LARGEST_TRIED = 64
 
 
 class UnjoinedGroup(OneRank):
-    """Rank 0 of a group without other ranks, to build layers for; collectives cannot run."""
+    """Rank of a group without other ranks, to build layers for; collectives cannot run."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, rank: int = 0) -> None:
+        self.size, self.rank = size, rank
 
 
 class _TriedGroup(UnjoinedGroup):

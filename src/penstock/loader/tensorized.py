@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
+from penstock.loader.arrangement import Arrangement
 from penstock.loader.packed_state import PackedState
-from penstock.loader.weight_files import check_arrangement, sizes_of
 from penstock.parallel import ParallelState
 
 _HEADER, _FORMS = "penstock_packed_state", "tensors"
@@ -30,15 +30,16 @@ class TensorizedState:
     header: Mapping[str, Any]
 
     @classmethod
-    def open(cls, uri: str, parallel: ParallelState) -> TensorizedState:
-        """Read the header of this rank's file. Raises CheckpointError for a missing or damaged one."""
-        path = _of_rank(uri, parallel)
+    def open(cls, path: str, here: Arrangement) -> tuple[TensorizedState, Arrangement]:
+        """Read the header of a rank's file; return the state, and the arrangement of ranks that it is of.
+
+        Raises CheckpointError for a missing or damaged file.
+        """
         found = _read(path, lambda name: name == _HEADER)
         if _HEADER not in found:
             raise CheckpointError(f"{path} was not written by save_tensorized_model. Save the model with it.")
         header = json.loads(bytes(found[_HEADER].tolist()))
-        check_arrangement(path, header, parallel)
-        return cls(path, header)
+        return cls(path, header), Arrangement.said_by(path, header, here)
 
     def read(self) -> PackedState:
         tensors = _read(self.uri, lambda name: name != _HEADER)
@@ -53,11 +54,41 @@ class TensorizedState:
         )
 
 
+def open_tensorized(uri: str, parallel: ParallelState) -> tuple[Arrangement, list[TensorizedState], bool]:
+    """Open this rank's file, or those of all ranks of another arrangement.
+
+    Returns the arrangement of the files, and whether it is another one than the engine's. Raises CheckpointError for a
+    missing or damaged file, and for files of different arrangements.
+    """
+    here = Arrangement.of(parallel)
+    try:
+        state, saved = TensorizedState.open(_of_rank(uri, parallel.rank), here)
+    except CheckpointError:
+        # A state of fewer ranks has none of this one.
+        if parallel.rank == 0:
+            raise
+        state, saved = TensorizedState.open(_of_rank(uri, 0), here)
+        if saved == here:
+            raise
+    _check_for_ranks(uri, saved.num_ranks)
+    if saved == here:
+        return saved, [state], False
+    states = []
+    for rank in range(saved.num_ranks):
+        path = _of_rank(uri, rank)
+        state, other = TensorizedState.open(path, saved)
+        if other != saved:
+            raise CheckpointError(f"{path} was saved with {other}, and other ranks with {saved}. Save the model again.")
+        states.append(state)
+    return saved, states, True
+
+
 def write_tensorized(state: PackedState, uri: str, parallel: ParallelState) -> str:
     """Write this rank's file; return its name. Raises CheckpointError if it cannot be written."""
-    path = _of_rank(uri, parallel)
+    _check_for_ranks(uri, parallel.world_size)
+    path = _of_rank(uri, parallel.rank)
     forms = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
-    header = {**state.header, **sizes_of(parallel), _FORMS: forms}
+    header = {**state.header, **Arrangement.of(parallel).header(), _FORMS: forms}
     written = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
     tensorizer = _tensorizer()
     try:
@@ -87,16 +118,18 @@ def default_uri(folder: Path) -> str:
     return str(folder / _PATTERN)
 
 
-def _of_rank(uri: str, parallel: ParallelState) -> str:
-    """Put the rank in the place of %03d."""
-    if "%" in uri:
-        try:
-            return uri % parallel.rank
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"tensorizer_uri={uri!r} is not valid: {error}. Allowed: one %03d.") from error
-    if parallel.world_size > 1:
-        raise ConfigError(f"tensorizer_uri={uri!r} is one file for {parallel.world_size} ranks. Add %03d for the rank.")
-    return uri
+def _of_rank(uri: str, rank: int) -> str:
+    """Put a rank in the place of %03d, if there is one."""
+    try:
+        return uri % rank if "%" in uri else uri
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tensorizer_uri={uri!r} is not valid: {error}. Allowed: one %03d.") from error
+
+
+def _check_for_ranks(uri: str, num_ranks: int) -> None:
+    """Raise ConfigError for one file for several ranks."""
+    if num_ranks > 1 and "%" not in uri:
+        raise ConfigError(f"tensorizer_uri={uri!r} is one file for {num_ranks} ranks. Add %03d for the rank.")
 
 
 def _read(path: str, is_wanted: Any) -> dict[str, Tensor]:

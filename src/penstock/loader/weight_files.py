@@ -14,7 +14,6 @@ from torch import Tensor
 from penstock.checkpoints.json_file import check_regular_file, clipped, read_json_object, shown
 from penstock.config.load import SHARDED_STATE_PATTERN
 from penstock.errors import CheckpointError
-from penstock.parallel import ParallelState
 
 _LFS_POINTER = b"version https://git-lfs"
 # Maximum number of names in an error.
@@ -67,26 +66,6 @@ def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
     names = _part_names(pattern, str(rank))
     matches = ((names.fullmatch(path.name), path) for path in folder.iterdir())
     return {int(match[1]): path for match, path in matches if match}
-
-
-def sizes_of(parallel: ParallelState) -> dict[str, int]:
-    """Arrangement of the ranks that have shares of a model, for files with these."""
-    return {
-        "tensor_parallel_size": parallel.tensor.size,
-        "pipeline_parallel_size": parallel.pipeline.size,
-        "world_size": parallel.world_size,
-    }
-
-
-def check_arrangement(path: Path | str, saved: Mapping[str, object], parallel: ParallelState) -> None:
-    """Raise CheckpointError for a file with a share of another arrangement of ranks. saved: sizes in its header."""
-    for name, size in sizes_of(parallel).items():
-        if str(saved.get(name, size)) != str(size):
-            raise CheckpointError(
-                f"{path} was saved with {name}={clipped(str(saved[name]))}, but this engine has {name}={size}. Saved "
-                "states are not shared out again. Load the checkpoint that it was made from, and save the state with "
-                "this engine, or start the engine as that one was."
-            )
 
 
 def _part_names(pattern: str, rank: str) -> re.Pattern[str]:

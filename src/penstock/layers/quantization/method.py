@@ -74,10 +74,14 @@ class QuantizedMethod(PackedMethod):
         super().adopt(layer, tensors)
         self._quantize = None
 
-    def repacked(self, packed_OI: Tensor, other: QuantizedMethod) -> Tensor:
-        """Pack one of this method's tensors for the kernels of another."""
-        assert self.shape is not None, "repacked before pack"
-        return other._products.pack(self._products.unpack(packed_OI, self.shape))
+    def unpacked(self, packed_OI: Tensor) -> QuantizedWeight:
+        """The quantised weight in one of this method's packed tensors, bit for bit."""
+        assert self.shape is not None, "unpacked before pack"
+        return self._products.unpack(packed_OI, self.shape)
+
+    def packed(self, weight: QuantizedWeight) -> Tensor:
+        """Pack a quantised weight for this method's kernels."""
+        return self._products.pack(weight)
 
     def pack(self, weight_OI: Tensor) -> Tensor:
         assert self._quantize is not None, "a method packs one weight"

@@ -29,13 +29,19 @@ _RANGES = (1.0, 0.9, 0.8)
 _EXPONENT_BITS = 0x7F800000
 
 
+def group_size_of(quantization: str, num_inputs: int, *, is_on_cpu: bool) -> int:
+    """Input features that share a scale. quantization: "int8" or "int4"."""
+    size = GROUP_SIZE if is_on_cpu else _INT4_GROUP_SIZE_ON_GPU if quantization == "int4" else num_inputs
+    return min(size, num_inputs)
+
+
 def quantize_int8(weight_OI: Tensor, group_size: int | None = None) -> QuantizedWeight:
     """Symmetric int8, one scale per output feature and group of input features: the largest weight becomes 127.
 
     group_size: by default 32 on a CPU, with scales of 16 bits, and whole rows on a GPU.
     """
     if group_size is None:
-        group_size = GROUP_SIZE if is_on_cpu(weight_OI) else weight_OI.shape[1]
+        group_size = group_size_of("int8", weight_OI.shape[1], is_on_cpu=is_on_cpu(weight_OI))
     largest = [_groups(part_OI.float(), group_size).abs().amax(dim=2) for part_OI in _parts(weight_OI)]
     scales_OG, scale_bytes = _narrowed(torch.cat(largest) / INT8_LIMIT)
     return round_to_int8(weight_OI, scales_OG, group_size, scale_bytes)
@@ -61,7 +67,7 @@ def quantize_int4(weight_OI: Tensor, group_size: int | None = None) -> Quantized
     scales and minimums of 16 bits, and 128 on a GPU, where minimums are zero points times the scale.
     """
     if group_size is None:
-        group_size = GROUP_SIZE if is_on_cpu(weight_OI) else _INT4_GROUP_SIZE_ON_GPU
+        group_size = group_size_of("int4", weight_OI.shape[1], is_on_cpu=is_on_cpu(weight_OI))
     best_grid = _best_grid if is_on_cpu(weight_OI) else _best_grid_with_zero_points
     grids = [best_grid(_groups(part_OI.float(), group_size)) for part_OI in _parts(weight_OI)]
     scales_OG = torch.cat([scale_OG for scale_OG, _ in grids])

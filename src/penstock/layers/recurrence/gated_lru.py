@@ -89,7 +89,7 @@ class GatedLRU(RecurrentMixer):
 
 
 class _DecaySlot(WeightSlot):
-    """Slot of the parameter of the decays."""
+    """Slot of the parameter of the decays; in float64, so that bits do not depend on the size of a rank's part."""
 
     def fill(self, part: Tensor) -> None:
-        WeightSlot.fill(self, (_GATE_FACTOR * nn.functional.softplus(part.float())).log())
+        WeightSlot.fill(self, (_GATE_FACTOR * nn.functional.softplus(part.double())).log())
