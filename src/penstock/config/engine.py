@@ -157,10 +157,10 @@ class EngineConfig:
             )
 
     def _check_kv_tiers(self) -> None:
-        """Refuse blocks in a folder where nothing could look for them, or ranks would at different times."""
-        if self.kv_tiers.folder is None:
+        """Refuse blocks outside of the KV cache that nothing could look for, or ranks at different times."""
+        if self.kv_tiers.option is None:
             return
-        shown = f"kv_offload_dir={str(self.kv_tiers.folder)!r} is not valid"
+        shown = f"{self.kv_tiers.option} is not valid"
         if not self.cache.enable_prefix_caching:
             raise ConfigError(f"{shown} with enable_prefix_caching=False. Leave one of them out.")
         if self.parallel.must_agree_on_time:
@@ -175,6 +175,7 @@ class EngineConfig:
             return
         others = {
             "kv_offload_dir": self.kv_tiers.folder is not None,
+            "kv_offloading_size": self.kv_tiers.kv_offloading_size is not None,
             "record": self.recording.record is not None,
             "distributed_executor_backend='external_launcher'": self.parallel.must_agree_on_time,
         }

@@ -17,7 +17,8 @@ _SHORTEST_SECRET = 16
 
 @dataclass(frozen=True, slots=True)
 class KVTierConfig:
-    """kv_offload_dir: folder for blocks of the KV cache, which later requests load, also after a restart, and of other
+    """kv_offloading_size: GiB of host memory of all ranks for blocks that leave the KV cache; None for none.
+    kv_offload_dir: folder for blocks of the KV cache, which later requests load, also after a restart, and of other
         engines that share the folder; None keeps none.
     kv_offload_dir_size: GiB of all files in this folder; the least recently used ones make room.
     kv_listen: address, as "host:port", at which other engines get blocks of this folder; None for none.
@@ -26,6 +27,7 @@ class KVTierConfig:
     kv_secret_file: file with a secret of at least 16 characters, the same for all of these engines.
     """
 
+    kv_offloading_size: float | None = None
     kv_offload_dir: str | os.PathLike[str] | None = None
     kv_offload_dir_size: float = 16.0
     kv_listen: str | None = None
@@ -33,10 +35,13 @@ class KVTierConfig:
     kv_secret_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
-        size = self.kv_offload_dir_size
-        is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-        if not is_number or not math.isfinite(size) or size <= 0:
-            raise ConfigError(f"kv_offload_dir_size={size!r} is not valid. Allowed: a number of GiB above 0.")
+        for name, size in (
+            ("kv_offload_dir_size", self.kv_offload_dir_size),
+            ("kv_offloading_size", 1.0 if self.kv_offloading_size is None else self.kv_offloading_size),
+        ):
+            is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+            if not is_number or not math.isfinite(size) or size <= 0:
+                raise ConfigError(f"{name}={size!r} is not valid. Allowed: a number of GiB above 0.")
         folder = self.folder
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"kv_offload_dir={str(folder)!r} is not a folder. Create it, or leave it out.")
@@ -85,6 +90,18 @@ class KVTierConfig:
         """The folder; None to keep no blocks."""
         given = self.kv_offload_dir
         return None if given is None else Path(given).expanduser().absolute()
+
+    @property
+    def option(self) -> str | None:
+        """Option that asks for blocks outside of the KV cache, with its value; None for none."""
+        if self.folder is not None:
+            return f"kv_offload_dir={str(self.folder)!r}"
+        return None if self.kv_offloading_size is None else f"kv_offloading_size={self.kv_offloading_size:g}"
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory of all ranks; 0 for none."""
+        return int((self.kv_offloading_size or 0) * _GIB)
 
     @property
     def max_bytes(self) -> int:

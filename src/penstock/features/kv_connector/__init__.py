@@ -19,8 +19,8 @@ FEATURE = Feature(
     worker_side="penstock.features.kv_connector.worker:ConnectorWorker",
     worker_methods=("get_kv_connector_handshake_metadata", "kv_connector_output"),
     counters={
-        "external_prefix_cache_queries": "Tokens of prompts looked up in kv_offload_dir, or by a KV connector.",
-        "external_prefix_cache_hits": "Tokens of prompts whose KV came from kv_offload_dir or a KV connector.",
+        "external_prefix_cache_queries": "Tokens of prompts looked up outside of the KV cache.",
+        "external_prefix_cache_hits": "Tokens of prompts whose KV came from outside of the KV cache.",
         "kv_connector_failed_loads": "Requests whose blocks a KV connector could not load.",
         "kv_connector_events": "Events of a KV connector's store (take_events), by kind.",
     },

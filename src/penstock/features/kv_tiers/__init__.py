@@ -1,4 +1,4 @@
-"""KV tiers: blocks of the KV cache that are kept in a folder, from which later requests load them."""
+"""KV tiers: blocks of the KV cache that are kept in host memory or in a folder, from which requests load them."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ from penstock.config import EngineConfig
 from penstock.contract.feature import Feature, Figure
 
 
-def _has_folder(config: EngineConfig) -> bool:
-    return config.kv_tiers.folder is not None
+def _has_tier(config: EngineConfig) -> bool:
+    return config.kv_tiers.option is not None
 
 
 FEATURE = Feature(
     name="kv_tiers",
-    is_on=_has_folder,
+    is_on=_has_tier,
     deployment_side="penstock.features.kv_tiers.deployment:TierDeployment",
     scheduler_side="penstock.features.kv_tiers.scheduling:TierScheduling",
     worker_side="penstock.features.kv_tiers.worker:TierWorker",
     deployment_methods=("save_kv_prefix",),
-    worker_methods=("kv_tier_folder", "move_kv_blocks"),
+    memory={"kv_offloading_size": "penstock.features.kv_tiers.host_memory:host_bytes"},
+    worker_methods=("kv_tier_folder", "kv_host_layout", "move_kv_blocks"),
     counters={
-        "external_prefix_cache_queries": "Tokens of prompts looked up in kv_offload_dir, or by a KV connector.",
-        "external_prefix_cache_hits": "Tokens of prompts whose KV came from kv_offload_dir or a KV connector.",
+        "external_prefix_cache_queries": "Tokens of prompts looked up outside of the KV cache.",
+        "external_prefix_cache_hits": "Tokens of prompts whose KV came from outside of the KV cache.",
+        "kv_host_hits": "Tokens of prompts whose KV came from host memory alone (kv_offloading_size).",
+        "kv_host_loaded_bytes": "Bytes of the KV cache that came from host memory, of one rank.",
+        "kv_host_saved_bytes": "Bytes of the KV cache that were copied to host memory, of one rank.",
         "kv_tier_loaded_bytes": "Bytes of the KV cache that were read from kv_offload_dir, of one rank.",
         "kv_tier_saved_bytes": "Bytes of the KV cache that were written to kv_offload_dir, of one rank.",
         "kv_tier_failed_loads": "Blocks of kv_offload_dir that could not be read, and were computed instead.",
@@ -29,6 +33,8 @@ FEATURE = Feature(
     gauges={"kv_tier_folder_bytes": "Bytes of the files in kv_offload_dir, of all engines, as last counted."},
     figures=(
         Figure("external hits", "external_prefix_cache_hits", of="external_prefix_cache_queries"),
+        Figure("from host memory", "kv_host_loaded_bytes", unit="bytes"),
+        Figure("to host memory", "kv_host_saved_bytes", unit="bytes"),
         Figure("from folder", "kv_tier_loaded_bytes", unit="bytes"),
         Figure("to folder", "kv_tier_saved_bytes", unit="bytes"),
         Figure("from peers", "kv_tier_copied_bytes", unit="bytes"),

@@ -1,23 +1,39 @@
-"""Moves of blocks between the KV cache and a folder: messages between scheduler and workers."""
+"""Moves of blocks between the KV cache, host memory and a folder: messages between scheduler and workers."""
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from penstock.scheduler.block_pool import BlockKey
 
 
-class Move(NamedTuple):
-    """Move of one block. move_id: unique in its core. block_id: in the KV cache.
+class Tier(IntEnum):
+    """Place of a block. HOST: memory of `kv_offloading_size`. FOLDER: files of `kv_offload_dir`."""
 
-    is_beside_steps: of a save, which then takes as little from the steps as it can.
+    KV_CACHE = 0
+    HOST = 1
+    FOLDER = 2
+
+
+class Move(NamedTuple):
+    """Move of one block. move_id: unique in its core. block_id: in the KV cache; 0 for a move that does not touch it.
+
+    pieces: of host memory; none for a move that does not touch it. is_beside_steps: of a save, which then takes as
+    little from the steps as it can.
     """
 
     move_id: int
-    is_load: bool
+    source: Tier
+    target: Tier
     key: BlockKey
-    block_id: int
+    block_id: int = 0
+    pieces: tuple[int, ...] = ()
     is_beside_steps: bool = False
+
+    @property
+    def is_load(self) -> bool:
+        return self.target is Tier.KV_CACHE
 
 
 class MoveResult(NamedTuple):
@@ -30,3 +46,10 @@ class MoveResult(NamedTuple):
     num_bytes: int
     error: str | None = None
     cost_s: float = 0.0
+
+
+class HostLayout(NamedTuple):
+    """Host memory of one rank. num_pieces: of equal size. pieces_of_block: of a block, by KV cache group."""
+
+    num_pieces: int
+    pieces_of_block: tuple[int, ...]

@@ -12,11 +12,12 @@ from pathlib import Path
 
 from penstock.contract import RpcCall, SamplingParams
 from penstock.contract.parts import OutputPart
-from penstock.errors import PenstockError
+from penstock.errors import InvalidRequest, PenstockError
 from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
 from penstock.features.kv_peers.copies import PEER, Copies
 from penstock.features.kv_peers.proxies import Proxies
-from penstock.features.kv_tiers.moves import Move, MoveResult
+from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
+from penstock.features.kv_tiers.moves import Move, MoveResult, Tier
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
@@ -28,9 +29,11 @@ from penstock.scheduler.state_pool import StatePool
 
 logger = logging.getLogger(__name__)
 # Reason for which a request waits.
-_LOAD = "blocks from kv_offload_dir"
-# Block id of a block that is in a folder.
-_IN_FOLDER = -1
+_LOAD = "blocks from outside of the KV cache"
+# Block id of a block that is not in the KV cache.
+_ELSEWHERE = -1
+# Step before all others: a block whose content is there.
+_BEFORE_ALL_STEPS = -2
 # Shortest interval at which blocks are saved beside steps, and at which a core with requests asks for the results.
 _SAVE_S, _ASK_S = 0.05, 0.02
 # Share of a core's time that saves take from the steps, each of which waits for its slowest thread.
@@ -45,6 +48,9 @@ _PAUSE_S = 60.0
 _COUNTS = (
     "external_prefix_cache_queries",
     "external_prefix_cache_hits",
+    "kv_host_hits",
+    "kv_host_loaded_bytes",
+    "kv_host_saved_bytes",
     "kv_tier_loaded_bytes",
     "kv_tier_saved_bytes",
     "kv_tier_failed_loads",
@@ -59,13 +65,15 @@ class _Load:
     """Blocks that are loaded together, those of one request's hit. Others may wait for them too.
 
     num_tokens: of the hit, beyond what was there. held: blocks of the hit that were there before, with their groups.
-    blocks: (block, key, position among blocks) by move. req_ids: requests that wait.
+    blocks: (block, key, position among blocks) by move. host_blocks: those that are read, by move.
+    req_ids: requests that wait.
     pending: moves that have not ended, with the ranks that have not answered. failed: moves.
     """
 
     num_tokens: int
     held: list[tuple[KVCacheBlock, int]]
     blocks: dict[int, tuple[KVCacheBlock, BlockKey, int]] = field(default_factory=dict)
+    host_blocks: dict[int, HostBlock] = field(default_factory=dict)
     req_ids: list[str] = field(default_factory=list)
     pending: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
@@ -73,11 +81,17 @@ class _Load:
 
 @dataclass(eq=False, slots=True)
 class _Save:
-    """Block that is written. num_pending: ranks that have not answered. cost_s: the most of all ranks' results."""
+    """Block that is written. num_pending: ranks that have not answered. cost_s: the most of all ranks' results.
 
-    block: KVCacheBlock
+    block: in the KV cache, if it is written from there. host_block: if it is written to host memory, or from there.
+    """
+
+    target: Tier
     key: BlockKey
     num_pending: int
+    block: KVCacheBlock | None = None
+    host_block: HostBlock | None = None
+    has_failed: bool = False
     cost_s: float = 0.0
 
 
@@ -118,14 +132,17 @@ class TierScheduling(SchedulerFeature):
 
     def __init__(self, services: SchedulerServices) -> None:
         config = services.config
-        folder = config.kv_tiers.folder
-        assert folder is not None, "the feature is on"
         self._services, self._scheduler, self._call = services, services.scheduler, services.call_workers
         self._kv_cache = services.scheduler.kv_cache
         self._blocks = self._kv_cache.single_blocks
         self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._note_cached, self._remove
         self._num_ranks = config.parallel.world_size
-        self._limit = FolderLimit(folder, config.kv_tiers.max_bytes)
+        folder = config.kv_tiers.folder
+        self._limit = None if folder is None else FolderLimit(folder, config.kv_tiers.max_bytes)
+        self._has_host = config.kv_tiers.host_bytes > 0
+        # Made when the workers are asked, with the folders of the weights whose blocks it has.
+        self._host: HostBlocks | None = None
+        self._host_is_of: list[str] = []
         # Folders of the ranks' blocks; empty until the workers are asked.
         self._folders: list[str] = []
         self._next_move_id = 0
@@ -144,7 +161,7 @@ class TierScheduling(SchedulerFeature):
         self._ask_at = self._paused_until = 0.0
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         self._counts = dict.fromkeys(_COUNTS, 0)
-        self._copies = Copies(services, self)
+        self._copies = None if folder is None else Copies(services, self)
         self._proxies = Proxies(config)
 
     # Loads.
@@ -154,7 +171,7 @@ class TierScheduling(SchedulerFeature):
             return _LOAD
         if self._tried.get(request.req_id) == request.num_preemptions or not request.has_lasting_keys:
             return None
-        if self._copies.begin(request):
+        if self._copies is not None and self._copies.begin(request):
             return PEER
         self._tried[request.req_id] = request.num_preemptions
         local = self._kv_cache.get_computed_blocks(request)
@@ -165,40 +182,47 @@ class TierScheduling(SchedulerFeature):
         return _LOAD if self._begin_load(request.req_id, hit, hit.num_tokens - local.num_tokens) else None
 
     def _find(self, key: BlockKey, others: Collection[str] = ()) -> KVCacheBlock | None:
-        """A block that stands for one in the folder; None if it is not there. others: paths that count as there."""
+        """A block that stands for one in another tier; None if it is not there. others: paths that count as there."""
         path = path_of(self._folder, key)
-        if key not in self._loading and path not in others and not os.path.exists(path):
+        if key not in self._loading and self._in_host(key) is None and path not in others and not self._in_folder(path):
             return None
-        found = KVCacheBlock(_IN_FOLDER)
+        found = KVCacheBlock(_ELSEWHERE)
         found.key = key
         return found
+
+    def _in_host(self, key: BlockKey) -> HostBlock | None:
+        return None if self._host is None else self._host.find(key)
+
+    def _in_folder(self, path: str) -> bool:
+        return self._limit is not None and os.path.exists(path)
 
     # The folder, for blocks of other engines.
 
     def paths_missing(self, request: Request) -> list[str]:
+        folders = self._folders_of_ranks
         keys = [key for key in self._kv_cache.keys_of(request) if self._kv_cache.groups[key[0]].pool.find(key) is None]
-        paths = (path_of(folder, key) for key in keys for folder in self._folders_of_ranks)
+        paths = (path_of(folder, key) for key in keys if self._in_host(key) is None for folder in folders)
         return [path for path in paths if not os.path.exists(path)]
 
     def paths_of_hit(self, request: Request, others: Collection[str]) -> list[str]:
         hit = self._kv_cache.find_with(request, lambda key: self._find(key, others))
-        keys = [block.key for blocks in hit.blocks for block in blocks if block.block_id == _IN_FOLDER]
+        keys = [block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE]
         return [path_of(folder, key) for key in keys if key is not None for folder in self._folders_of_ranks]
 
     def note_copied(self, num_bytes: int) -> None:
         self._counts["kv_tier_copied_bytes"] += num_bytes
-        self._limit.note_written(num_bytes)
+        self._note_written(num_bytes)
 
     def names_to_come(self) -> set[str]:
         fresh, saves = list(self._fresh.values()), list(self._saves.values())
         return {os.path.basename(path_of("", key)) for key in (*(key for key, _ in fresh), *(one.key for one in saves))}
 
     def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int) -> bool:
-        """Load the blocks of a hit that are in the folder; False if there is no room. num_tokens: that these give."""
+        """Load the blocks of a hit that are elsewhere; False if there is no room. num_tokens: that these give."""
         wanted, held = [], []
         for group, blocks in enumerate(hit.blocks):
             for index, block in enumerate(blocks):
-                if block.block_id == _IN_FOLDER:
+                if block.block_id == _ELSEWHERE:
                     assert block.key is not None
                     wanted.append((block.key, index))
                 elif block is not self._kv_cache.groups[group].pool.null_block:
@@ -215,8 +239,13 @@ class TierScheduling(SchedulerFeature):
             return False
         load = _Load(num_tokens, held)
         for (key, index), block in zip(wanted, blocks_taken, strict=True):
-            move_id = self._queue(key, block, is_load=True)
+            host_block = self._in_host(key)
+            source = Tier.FOLDER if host_block is None else Tier.HOST
+            move_id = self._queue(source, Tier.KV_CACHE, key, block, host_block)
             load.blocks[move_id], load.pending[move_id] = (block, key, index), self._num_ranks
+            if host_block is not None and self._host is not None:
+                self._host.use(host_block)
+                load.host_blocks[move_id] = host_block
             self._loads[move_id] = self._loading[key] = load
         waits_for.add(load)
         if not load.blocks:
@@ -234,12 +263,17 @@ class TierScheduling(SchedulerFeature):
             group = self._kv_cache.groups[key[0]]
             if move_id not in load.failed:
                 group.cache_loaded(block, key, index)
+                host = self._host_memory
+                if host is not None and host.lacks(key) and block.key == key:
+                    self._fresh[block] = (key, _BEFORE_ALL_STEPS)
             self._loading.pop(key, None)
             self._blocks.release(block, key[0])
         for block, held_by in reversed(load.held):
             self._blocks.release(block, held_by)
         self._let_go_on(load)
-        self._counts["external_prefix_cache_hits"] += 0 if load.failed else load.num_tokens
+        num_tokens = 0 if load.failed else load.num_tokens
+        self._counts["external_prefix_cache_hits"] += num_tokens
+        self._counts["kv_host_hits"] += num_tokens if 0 < len(load.host_blocks) == len(load.blocks) else 0
         self._counts["kv_tier_failed_loads"] += len(load.failed)
 
     def _let_go_on(self, load: _Load) -> None:
@@ -259,7 +293,11 @@ class TierScheduling(SchedulerFeature):
     def request_ended(self, request: Request) -> None:
         self._tried.pop(request.req_id, None)
         self._waiting.pop(request.req_id, None)
-        self._copies.request_ended(request)
+        if self._copies is not None:
+            self._copies.request_ended(request)
+        if self._host is not None and request.has_lasting_keys:
+            # A prefix is useful without its tail.
+            self._host.refresh(reversed(self._kv_cache.keys_of(request)))
         if self._fresh or self._is_busy:
             # A core without requests has no turn by itself.
             self._services.call_soon(lambda: None)
@@ -280,31 +318,72 @@ class TierScheduling(SchedulerFeature):
             self._fresh.move_to_end(block)
 
     def _save(self, most: int) -> None:
-        """Begin to write full blocks that are computed, and not in the folder yet: the oldest ones, so many at most."""
-        steps = self._kv_cache.steps
+        """Begin to write full blocks that are computed, and in no other tier yet: the oldest ones, so many at most."""
+        steps, host = self._kv_cache.steps, self._host_memory
         is_idle = steps.last_done == steps.last_launched
-        if not self._limit.has_room(0):
+        if self._limit is not None and not self._limit.has_room(0):
             self._pause("the file system of kv_offload_dir is full")
-        is_paused = time.monotonic() < self._paused_until
+        num_saving = sum(save.block is not None for save in self._saves.values())
         while self._fresh and most > 0:
             block, (key, last_launched) = next(iter(self._fresh.items()))
             if not is_idle and steps.last_done <= last_launched:
                 break
             pool = self._kv_cache.groups[key[0]].pool
             is_wanted = block.key == key and not (isinstance(pool, StatePool) and pool.is_superseded(block))
-            if is_wanted and not is_paused and len(self._saves) >= min(_MOST_SAVES, pool.num_blocks * _MOST_SAVING):
+            is_for_host = is_wanted and host is not None and host.lacks(key)
+            is_wanted = is_for_host or (is_wanted and self._is_for_folder(key))
+            if is_wanted and num_saving >= min(_MOST_SAVES, pool.num_blocks * _MOST_SAVING):
                 break
+            host_block = None
+            if is_for_host and host is not None:
+                host_block = host.add(key)
+                if host_block is None:
+                    break  # until others are read or written
             del self._fresh[block]
-            if not is_wanted or is_paused or os.path.exists(path_of(self._folder, key)):
-                continue
-            self._blocks.hold(block, key[0])
-            move = self._queue(key, block, is_load=False, is_beside_steps=self._pace.is_kept)
-            self._saves[move] = _Save(block, key, self._num_ranks)
-            most -= 1
+            if is_wanted:
+                self._blocks.hold(block, key[0])
+                self._begin_save(Tier.FOLDER if host_block is None else Tier.HOST, key, block, host_block)
+                num_saving += 1
+                most -= 1
+
+    def _is_for_folder(self, key: BlockKey) -> bool:
+        """Whether the block is to be written to the folder."""
+        return (
+            self._limit is not None
+            and time.monotonic() >= self._paused_until
+            and not os.path.exists(path_of(self._folder, key))
+        )
+
+    def _begin_save(
+        self, target: Tier, key: BlockKey, block: KVCacheBlock | None, host_block: HostBlock | None
+    ) -> None:
+        """Write a block, which is held, from the KV cache, or from host memory."""
+        source = Tier.HOST if block is None else Tier.KV_CACHE
+        move_id = self._queue(source, target, key, block, host_block)
+        self._saves[move_id] = _Save(target, key, self._num_ranks, block, host_block)
+
+    def _end_save(self, save: _Save) -> None:
+        """Release a block that is written. From host memory it goes on to the folder."""
+        if save.block is not None:
+            self._blocks.release(save.block, save.key[0])
+        host, host_block = self._host, save.host_block
+        if host is None or host_block is None:
+            return
+        if save.target is Tier.HOST and save.has_failed:
+            host.forget(save.key)
+        elif save.target is Tier.HOST:
+            host_block.is_whole = True
+            # Not if its weights are others by now.
+            if self._is_for_folder(save.key) and host.find(save.key) is host_block:
+                self._begin_save(Tier.FOLDER, save.key, None, host_block)
+                return
+        host.release(host_block)
 
     def _remove(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose content may be wrong."""
         for key in keys:
+            if self._host is not None:
+                self._host.forget(key)
             for folder in self._folders:
                 try:
                     os.unlink(path_of(folder, key))
@@ -339,16 +418,32 @@ class TierScheduling(SchedulerFeature):
     def _folders_of_ranks(self) -> list[str]:
         if not self._folders:
             self._folders = self._call(RpcCall("kv_tier_folder"))
+            if self._host is not None and self._folders != self._host_is_of:
+                # Its blocks were computed with other weights.
+                self._host.clear()
+            self._host_is_of = self._folders
         return self._folders
+
+    @property
+    def _host_memory(self) -> HostBlocks | None:
+        """Blocks in host memory, for the present weights; None without kv_offloading_size."""
+        if self._folders_of_ranks and self._has_host and self._host is None:
+            self._host = HostBlocks(self._call(RpcCall("kv_host_layout")))
+        return self._host
 
     @property
     def _folder(self) -> str:
         """Folder of the first rank."""
         return self._folders_of_ranks[0]
 
-    def _queue(self, key: BlockKey, block: KVCacheBlock, *, is_load: bool, is_beside_steps: bool = False) -> int:
+    def _queue(
+        self, source: Tier, target: Tier, key: BlockKey, block: KVCacheBlock | None, host_block: HostBlock | None
+    ) -> int:
         move_id, self._next_move_id = self._next_move_id, self._next_move_id + 1
-        self._queued.append(Move(move_id, is_load, key, block.block_id, is_beside_steps))
+        block_id = 0 if block is None else block.block_id
+        pieces = () if host_block is None else host_block.pieces
+        is_beside_steps = target is not Tier.KV_CACHE and self._pace.is_kept
+        self._queued.append(Move(move_id, source, target, key, block_id, pieces, is_beside_steps))
         return move_id
 
     def _ask(self) -> None:
@@ -362,7 +457,7 @@ class TierScheduling(SchedulerFeature):
                 saved += self._take(result, is_first=rank == 0)
         # The end of a prefix makes room first.
         for save in reversed(saved):
-            self._blocks.release(save.block, save.key[0])
+            self._end_save(save)
 
     def _take(self, result: MoveResult, *, is_first: bool) -> Sequence[_Save]:
         """Take in a result; return the block that is written with it, if there is one."""
@@ -371,27 +466,40 @@ class TierScheduling(SchedulerFeature):
             if result.error is not None:
                 logger.warning("A block of the KV cache is computed, since it could not be loaded: %s", result.error)
                 load.failed.add(result.move_id)
-            self._counts["kv_tier_loaded_bytes"] += result.num_bytes if is_first else 0
+            host_block = load.host_blocks.get(result.move_id)
+            if is_first:
+                count = "kv_tier_loaded_bytes" if host_block is None else "kv_host_loaded_bytes"
+                self._counts[count] += result.num_bytes
             load.pending[result.move_id] -= 1
             if not load.pending[result.move_id]:
                 del load.pending[result.move_id], self._loads[result.move_id]
+                if host_block is not None and self._host is not None:
+                    self._host.release(host_block)
             if not load.pending:
                 self._end_load(load)
         elif save is not None:
             save.num_pending -= 1
             save.cost_s = max(save.cost_s, result.cost_s)
             if result.error is not None:
+                save.has_failed = True
                 self._pause(result.error)
-            self._counts["kv_tier_saved_bytes"] += result.num_bytes if is_first else 0
-            self._limit.note_written(result.num_bytes)
+            is_for_host = save.target is Tier.HOST
+            if is_first:
+                self._counts["kv_host_saved_bytes" if is_for_host else "kv_tier_saved_bytes"] += result.num_bytes
+            if not is_for_host:
+                self._note_written(result.num_bytes)
             if not save.num_pending:
                 del self._saves[result.move_id]
                 self._pace.note(save.cost_s)
                 return (save,)
         return ()
 
+    def _note_written(self, num_bytes: int) -> None:
+        if self._limit is not None:
+            self._limit.note_written(num_bytes)
+
     def _pause(self, error: str) -> None:
-        """Save nothing for a while."""
+        """Write nothing to the folder for a while."""
         if time.monotonic() >= self._paused_until:
             logger.warning("No blocks of the KV cache are saved for %.0f s: %s", _PAUSE_S, error)
         self._paused_until = time.monotonic() + _PAUSE_S
@@ -436,6 +544,10 @@ class TierScheduling(SchedulerFeature):
 
     def reset_connector(self) -> bool:
         """Remove all blocks of this engine's fingerprint, which other engines that share the folder compute again."""
+        if self._host is not None:
+            self._host.clear()
+        if self._limit is None:
+            return True
         try:
             folders = self._folders_of_ranks
         except PenstockError as error:
@@ -449,11 +561,13 @@ class TierScheduling(SchedulerFeature):
         return not failures
 
     def workers_replaced(self) -> None:
+        self._host = None  # their memory is lost
         for load in {id(load): load for load in self._loads.values()}.values():
             load.failed.update(load.blocks)
             self._end_load(load)
         for save in self._saves.values():
-            self._blocks.release(save.block, save.key[0])
+            if save.block is not None:
+                self._blocks.release(save.block, save.key[0])
         for kept in (self._loads, self._saves, self._fresh, self._queued, self._tried):
             kept.clear()
         self._folders = []
@@ -461,7 +575,12 @@ class TierScheduling(SchedulerFeature):
     # Calls of the deployment's side.
 
     def save_kv_prefix(self, token_ids: Sequence[int]) -> list[tuple[int, list[str]]]:
-        """Finish the saves; return the tokens of a prompt that are kept in whole blocks, and their files."""
+        """Finish the saves; return the tokens of a prompt that are kept in whole blocks, and their files.
+
+        Raises InvalidRequest without a folder.
+        """
+        if self._limit is None:
+            raise InvalidRequest("Prefixes are saved in a folder. Start the engine with kv_offload_dir=FOLDER.")
         if not token_ids:
             return [(0, [])]
         self._save_all()
@@ -478,10 +597,12 @@ class TierScheduling(SchedulerFeature):
     def gauges(self) -> Mapping[str, float]:
         # Engines beside each other have one folder.
         is_first = self._services.config.parallel.data_parallel_rank == 0
-        return {"kv_tier_folder_bytes": self._limit.num_bytes if is_first else 0}
+        return {"kv_tier_folder_bytes": self._limit.num_bytes if self._limit is not None and is_first else 0}
 
     def close(self) -> None:
         self._idle_turns.close()
-        self._save_what_is_left()
-        self._copies.close()
-        self._limit.close()
+        if self._limit is not None:
+            self._save_what_is_left()
+            self._limit.close()
+        if self._copies is not None:
+            self._copies.close()

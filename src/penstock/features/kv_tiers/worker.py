@@ -1,4 +1,4 @@
-"""Worker side of KV tiers: blocks are read and written in threads, beside the steps."""
+"""Worker side of KV tiers: blocks are moved in threads, beside the steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from penstock.features.kv_files.files import (
     write_about,
     write_block,
 )
-from penstock.features.kv_tiers.moves import Move, MoveResult
+from penstock.features.kv_tiers.host_memory import HostMemory
+from penstock.features.kv_tiers.moves import HostLayout, Move, MoveResult, Tier
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
 from penstock.version import __version__
@@ -39,24 +40,32 @@ _NUM_LOAD_THREADS = 2
 
 
 class _CacheOwner(SlotOwner):
-    """Reference to the KV cache."""
+    """KV cache, and the memory for blocks that leave it. make_host: makes the latter."""
 
     kv_cache: PagedKVCache | None = None
+    host: HostMemory | None = None
+
+    def __init__(self, make_host: Callable[[PagedKVCache], HostMemory] | None) -> None:
+        self._make_host = make_host
 
     def use_kv_cache(self, kv_cache: PagedKVCache) -> None:
         self.kv_cache = kv_cache
+        if self._make_host is not None:
+            self.host = self._make_host(kv_cache)
 
 
 class TierWorker(WorkerFeature):
-    """Reads and writes blocks of one rank. The scheduler's side holds them meanwhile, so that nothing else does."""
+    """Moves blocks of one rank. The scheduler's side holds them meanwhile, so that nothing else touches them."""
 
     def __init__(self, services: WorkerServices) -> None:
         self._services = services
-        self._owner = _CacheOwner()
+        self._owner = _CacheOwner(self._make_host if services.config.kv_tiers.host_bytes else None)
         self._done: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
         self._futures: set[Future[None]] = set()
         self._loads = ThreadPoolExecutor(_NUM_LOAD_THREADS, "kv-tier-load")
         self._saves = ThreadPoolExecutor(1, "kv-tier-save")
+        # Copies to host memory do not wait for the disk.
+        self._copies = ThreadPoolExecutor(1, "kv-tier-copy")
         self._digest: str | None = None
         # Weights that are not those of the start are known to this process alone, and so are their folders: that of
         # the present ones, and those of earlier ones, which are removed.
@@ -70,14 +79,16 @@ class TierWorker(WorkerFeature):
         return (self._owner,)
 
     def kv_tier_folder(self) -> str:
-        """Folder of the blocks of this rank, as its weights are now."""
+        """Folder of the blocks of this rank, as its weights are now; its name alone without `kv_offload_dir`."""
         services = self._services
         if self._digest is None:
             self._digest = digest_of(_what_blocks_depend_on(services, self._kv_cache))
-        assert services.config.kv_tiers.folder is not None
         version = 0 if services.updates is None else services.updates.version
         digest = self._digest if not version else digest_of({"of": self._digest, self._nonce: version})
-        folder = str(folder_of(services.config.kv_tiers.folder, digest))
+        root = services.config.kv_tiers.folder
+        if root is None:
+            return digest
+        folder = str(folder_of(root, digest))
         if self._pushed_folder is not None and self._pushed_folder != folder:
             self._old_folders.append(self._pushed_folder)
             self._saves.submit(self._remove_old_folders)
@@ -102,13 +113,17 @@ class TierWorker(WorkerFeature):
             "penstock": __version__,
         }
 
+    def kv_host_layout(self) -> HostLayout:
+        """Pieces of this rank's host memory."""
+        return self._host.layout
+
     def move_kv_blocks(self, folders: Sequence[str], moves: Sequence[Move]) -> list[MoveResult]:
-        """Begin moves from or to this rank's folder; return the results of those that have ended since.
+        """Begin moves of this rank's blocks; return the results of those that have ended since.
 
         folders: of all ranks, as `kv_tier_folder` says.
         """
         for move in moves:
-            threads = self._loads if move.is_load else self._saves
+            threads = self._loads if move.is_load else self._copies if move.target is Tier.HOST else self._saves
             future = threads.submit(self._move, folders[self._services.rank], move)
             self._futures.add(future)
             future.add_done_callback(self._futures.discard)
@@ -122,7 +137,7 @@ class TierWorker(WorkerFeature):
             wait(tuple(self._futures))
 
     def close(self) -> None:
-        for threads in (self._loads, self._saves):
+        for threads in (self._loads, self._copies, self._saves):
             threads.shutdown(wait=True, cancel_futures=True)
         if self._pushed_folder is not None:
             self._old_folders.append(self._pushed_folder)
@@ -138,16 +153,20 @@ class TierWorker(WorkerFeature):
         assert self._owner.kv_cache is not None, "a plan's features get no calls"
         return self._owner.kv_cache
 
+    @property
+    def _host(self) -> HostMemory:
+        assert self._owner.host is not None, "the scheduler's side asks where there is kv_offloading_size"
+        return self._owner.host
+
+    def _make_host(self, kv_cache: PagedKVCache) -> HostMemory:
+        config = self._services.config
+        num_bytes = config.kv_tiers.host_bytes // config.parallel.world_size
+        return HostMemory(kv_cache, num_bytes, self._services.device)
+
     def _move(self, folder: str, move: Move) -> None:
         path, error, num_bytes, begin = path_of(folder, move.key), None, 0, time.thread_time()
         try:
-            pages = self._kv_cache.pages_of_block(move.key[0], move.block_id)
-            if move.is_load:
-                num_bytes = self._load(path, pages)
-            else:
-                write_about(folder, self._about)
-                on_host = [page.cpu().numpy() for page in pages]
-                num_bytes = write_block(path, on_host, keeps_in_memory=not move.is_beside_steps)
+            num_bytes = self._transfer(folder, path, move)
         except DamagedBlock as damage:
             error = str(damage)
             Path(path).unlink(missing_ok=True)
@@ -155,6 +174,22 @@ class TierWorker(WorkerFeature):
             error = f"{type(failure).__name__}: {failure}"
         cost_s = time.thread_time() - begin if self._takes_cores and not move.is_load else 0.0
         self._done.put(MoveResult(move.move_id, num_bytes, error, cost_s))
+
+    def _transfer(self, folder: str, path: str, move: Move) -> int:
+        """Move a block of this rank; return the bytes. path: of its file."""
+        # Of a move from host memory to the folder they have the sizes alone.
+        pages = self._kv_cache.pages_of_block(move.key[0], move.block_id)
+        if move.source is Tier.FOLDER:
+            return self._load(path, pages)
+        if move.target is Tier.FOLDER:
+            write_about(folder, self._about)
+            kept = self._host.pages(pages, move.pieces) if move.source is Tier.HOST else pages
+            on_host = [page.cpu().numpy() for page in kept]
+            return write_block(path, on_host, keeps_in_memory=not move.is_beside_steps)
+        for part, piece in self._host.parts(pages, move.pieces):
+            source, target = (piece, part) if move.is_load else (part, piece)
+            target.copy_(source)
+        return sum(page.nbytes for page in pages)
 
     def _load(self, path: str, pages: Sequence[Tensor]) -> int:
         if self._services.device.kind == "cpu":
