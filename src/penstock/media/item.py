@@ -17,6 +17,8 @@ from penstock.errors import UnsupportedParameter
 Samples: TypeAlias = NDArray[np.float32]
 # Input of an item whose features are given.
 FEATURES = "features"
+# Beginning of the key of an item that a caller has named, whatever its content.
+NAMED = "named "
 IMAGE, AUDIO, VIDEO = MODALITIES
 
 

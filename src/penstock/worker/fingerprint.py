@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from penstock.config import LoadConfig, ModelConfig
+from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.device.capability import gpu_capability
 from penstock.kernels.native import NATIVE, library_path
 from penstock.loader.packed_state import Kernels
@@ -33,6 +35,8 @@ _OTHER_OPTIONS = frozenset(
 )
 # Parts of a file that are compared, and their size.
 _NUM_SAMPLES, _SAMPLE_BYTES = 64, 4096
+# Packages that read media, and make the inputs of encoders.
+_MEDIA_PACKAGES = ("av", "numpy", "pillow", "soundfile", "torchvision", "transformers")
 
 
 def made_of(model: ModelConfig, load: LoadConfig, device: str, *, has_times: bool = True) -> dict[str, Any]:
@@ -53,6 +57,21 @@ def made_of(model: ModelConfig, load: LoadConfig, device: str, *, has_times: boo
         "load": (load.load_format, load.model_loader_extra_config),
         "files": [_stamp(path, has_times=has_times) for path in _files(model)],
         "calibration": hashlib.sha256(texts.read_bytes()).hexdigest() if texts.is_file() else None,
+    }
+
+
+def media_processing(config: EngineConfig) -> dict[str, Any]:
+    """Describe what the inputs of media items depend on, besides the keys of the items; empty for a model of texts."""
+    if config.model.multimodal is None:
+        return {}
+    versions: dict[str, str | None] = dict.fromkeys(_MEDIA_PACKAGES)
+    for name in _MEDIA_PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "processor": config.model.mm_processor_kwargs,
+        "reading": config.multimodal.media_io_kwargs,
+        "packages": versions,
     }
 
 

@@ -33,7 +33,7 @@ from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
 from penstock.version import __version__
 from penstock.worker.feature import WorkerFeature, WorkerServices
-from penstock.worker.fingerprint import digest_of, made_of
+from penstock.worker.fingerprint import digest_of, made_of, media_processing
 
 logger = logging.getLogger(__name__)
 _NUM_LOAD_THREADS = 2
@@ -219,7 +219,7 @@ def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> 
         "groups": groups,
         "backends": [group.backend.name for group in kv_cache.groups],
         "page_bytes": [[page.nbytes for page in kv_cache.pages_of_block(index, 0)] for index in range(len(groups))],
-        "processing": model.mm_processor_kwargs,
+        "processing": media_processing(config),
         "seed": model.seed if config.load.load_format == "dummy" else None,
         "drafter": None if drafter is None else (asdict(config.speculative), _sizes_of(Path(drafter))),
         "ranks": (

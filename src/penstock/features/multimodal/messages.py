@@ -9,7 +9,7 @@ import msgspec
 
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.contract.parts import Part
-from penstock.media.item import FEATURES
+from penstock.media.item import FEATURES, NAMED
 
 # Modality of items that are embeddings of a prompt's tokens.
 EMBEDDINGS = "embeddings"
@@ -47,6 +47,11 @@ class MediaItem(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     inputs: dict[str, ArrayBytes]
     may_cut: bool = True
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the key is a caller's name, which another engine may know as that of another item."""
+        return self.key.startswith(NAMED)
 
     @property
     def start(self) -> int:
@@ -90,7 +95,7 @@ class MediaPart(Part, frozen=True, kw_only=True):
 
     @property
     def has_lasting_keys(self) -> bool:
-        return True
+        return not any(item.is_named for item in self.items)
 
     def of_tokens_from(self, start: int) -> MediaPart:
         """The items without inputs, which come with the step that encodes them."""

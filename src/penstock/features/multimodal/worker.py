@@ -20,6 +20,7 @@ from penstock.errors import ModelError
 from penstock.features.multimodal.item_ends import ItemEnds, rows_of
 from penstock.features.multimodal.messages import MediaItem, MediaPart, StepMediaPart
 from penstock.features.multimodal.rope_positions import RopePositions
+from penstock.features.multimodal.saved_features import SavedFeatures
 from penstock.layers.embedding import GIVEN_EMBEDDINGS, TEXT_IDS
 from penstock.layers.rotary import RotaryEmbedding
 from penstock.media.item import FEATURES
@@ -43,11 +44,12 @@ class MediaWorker(WorkerFeature):
         self._owners: list[SlotOwner] = []
         model, config = services.model, services.config.model
         self._features: MediaFeatures | None = None
+        self._saved = SavedFeatures(services)
         assert isinstance(model, CausalLM), "models with embeddings of tokens are such"
         encoder = encoder_of(model)
         if encoder is not None or (config.enable_prompt_embeds and model.embeds_tokens):
             size = model.take_embeddings()
-            self._features = MediaFeatures(services.device, encoder, size, config.vocab_size, services.dtype)
+            self._features = MediaFeatures(services, encoder, size, self._saved)
             self._owners.append(self._features)
         multimodal = config.multimodal
         if multimodal is not None and not multimodal.may_cut_items:
@@ -84,6 +86,9 @@ class MediaWorker(WorkerFeature):
         if tag == KV_CACHE:
             self.reset_encoder_cache()
 
+    def close(self) -> None:
+        self._saved.close()
+
     def get_encoder_timing_stats(self) -> dict[str, float]:
         """Number of encoded items and of their rows, and seconds of the host that encoding took, since the start."""
         return {} if self._features is None else dict(self._features.stats)
@@ -92,25 +97,24 @@ class MediaWorker(WorkerFeature):
 class MediaFeatures(SlotOwner):
     """The encoder, and the features of items by their keys. encoder: None where all features are given.
 
-    stats: number of encoded items and rows, and seconds on the host.
+    size: of an embedding. saved: features of earlier engines.
+    stats: number of encoded items and rows, and seconds on the host; number of items from `saved`.
     """
 
-    def __init__(
-        self, device: Device, encoder: MediaEncoder | None, size: int, vocab_size: int, dtype: torch.dtype
-    ) -> None:
-        self._device, self._encoder, self._vocab_size = device, encoder, vocab_size
-        self._size, self._dtype = size, dtype
+    def __init__(self, services: WorkerServices, encoder: MediaEncoder | None, size: int, saved: SavedFeatures) -> None:
+        self._device, self._encoder, self._vocab_size = services.device, encoder, services.config.model.vocab_size
+        self._size, self._dtype, self._saved = size, services.dtype, saved
         levels = 0 if encoder is None else encoder.num_levels
         self._names = [GIVEN_EMBEDDINGS, *map(added_rows, range(levels))]
         self.step_inputs = (
-            *(StepInput(name, dtype, (size,)) for name in self._names),
+            *(StepInput(name, self._dtype, (size,)) for name in self._names),
             StepInput(TEXT_IDS, torch.int32),
         )
         self._items: dict[int, list[MediaItem]] = {}
         # Inputs of items that are to be encoded, and features, by key.
         self._inputs: dict[str, dict[str, ArrayBytes]] = {}
         self._cache: dict[str, Tensor] = {}
-        self.stats = {"num_items": 0.0, "num_rows": 0.0, "seconds": 0.0}
+        self.stats = {"num_items": 0.0, "num_rows": 0.0, "seconds": 0.0, "num_loaded_items": 0.0}
 
     @property
     def num_rows(self) -> int:
@@ -172,26 +176,36 @@ class MediaFeatures(SlotOwner):
     def _features_of(self, item: MediaItem) -> Tensor:
         """Features of an item, [L, D * (1 + levels)], computed by themselves, so that their bits depend on it alone."""
         features = self._cache.get(item.key)
+        is_encoded = False
         if features is None:
-            began = time.perf_counter()
             # Recordings have them with the request.
             given = self._inputs.get(item.key, item.inputs)
-            arrays = {name: values.to_numpy().copy() for name, values in given.items()}
-            inputs = encoder_inputs(self._device, arrays)
-            if FEATURES in inputs:
-                features = inputs[FEATURES].to(self._dtype)
-            else:
-                assert self._encoder is not None, "the front end takes media where there is an encoder"
-                features = self._encoder.encode(item.modality, inputs)
-            for name, value in zip(self.stats, (1, len(features), time.perf_counter() - began), strict=True):
-                self.stats[name] += value
+            features = None if FEATURES in given else self._saved.load(item, self._size * len(self._names))
+            self.stats["num_loaded_items"] += features is not None
+            if features is None:
+                features, is_encoded = self._encoded(item, given), FEATURES not in given
         if len(features) != item.num_rows:
             raise ModelError(
                 f"An item ({item.modality}) has {item.num_rows} tokens in the prompt, but {len(features)} rows of "
                 "features. Either the processor's files do not belong to this model, or two items have one uuid."
             )
+        if is_encoded:
+            self._saved.save(item, features)
         self._cache[item.key] = features
         self._inputs.pop(item.key, None)
+        return features
+
+    def _encoded(self, item: MediaItem, given: Mapping[str, ArrayBytes]) -> Tensor:
+        """Features of an item from the encoder, or as they are given."""
+        began = time.perf_counter()
+        inputs = encoder_inputs(self._device, {name: values.to_numpy().copy() for name, values in given.items()})
+        if FEATURES in inputs:
+            features = inputs[FEATURES].to(self._dtype)
+        else:
+            assert self._encoder is not None, "the front end takes media where there is an encoder"
+            features = self._encoder.encode(item.modality, inputs)
+        for name, value in zip(self.stats, (1, len(features), time.perf_counter() - began), strict=False):
+            self.stats[name] += value
         return features
 
 

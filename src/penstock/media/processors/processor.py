@@ -17,7 +17,7 @@ from penstock.checkpoints.multimodal import MultimodalCheckpoint
 from penstock.contract.array_bytes import ArrayBytes
 from penstock.errors import InvalidRequest, UnsupportedParameter
 from penstock.media.audio import resampled
-from penstock.media.item import FEATURES, Media
+from penstock.media.item import FEATURES, NAMED, Media
 from penstock.media.processors.options import ARGUMENTS, options_of, reader_of
 from penstock.media.processors.reading import read_processor
 
@@ -265,7 +265,8 @@ def _key(media: Media, options: Mapping[str, Any], uuid: str | None) -> str:
     """Key of an item: its content, or the caller's name for it, with the processor's options."""
     content = media.content_hash() if uuid is None else f"uuid {uuid}"
     form = f"{media.modality} {media.detail} {media.num_file_frames} {sorted(options.items())!r} {content}"
-    return hashlib.blake2b(form.encode(), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(form.encode(), digest_size=16).hexdigest()
+    return digest if uuid is None else NAMED + digest
 
 
 def _check_values(modality: str, inputs: Mapping[str, ArrayBytes]) -> None:

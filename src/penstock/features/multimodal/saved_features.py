@@ -1,0 +1,137 @@
+"""Encoder outputs in the folder of `kv_offload_dir`: later engines find them by the content of their items."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.features.kv_files.files import (
+    DamagedBlock,
+    FolderLimit,
+    folder_of,
+    path_of,
+    read_block,
+    write_about,
+    write_block,
+)
+from penstock.features.multimodal.messages import MediaItem
+from penstock.version import __version__
+from penstock.worker.feature import WorkerServices
+from penstock.worker.fingerprint import digest_of, made_of, media_processing
+
+logger = logging.getLogger(__name__)
+# Outputs that wait to be written; others are not kept.
+_MOST_WAITING = 16
+
+
+class SavedFeatures:
+    """Encoder outputs of one rank, each a file as blocks of the KV cache are. Ranks read, and the first one writes.
+
+    Outputs of weights that came after the start are neither kept nor found, and neither are those of items that a
+    caller has named, since the name may be another item's in another engine.
+    """
+
+    def __init__(self, services: WorkerServices) -> None:
+        self._services = services
+        self._root = services.config.kv_tiers.folder
+        self._is_writer = services.rank == 0
+        self._folder: Path | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._limit: FolderLimit | None = None
+        self._num_waiting = 0
+
+    def load(self, item: MediaItem, width: int) -> Tensor | None:
+        """Features of an item, [num_rows, width] in the model's dtype; None if they are not there."""
+        path = self._path_of(item)
+        if path is None or not os.path.exists(path):
+            return None
+        found = torch.empty((item.num_rows, width), dtype=self._services.dtype)
+        try:
+            read_block(path, [_bytes_of(found)])
+        except DamagedBlock as damage:
+            logger.warning("An item is encoded again: %s", damage)
+            Path(path).unlink(missing_ok=True)
+            return None
+        except OSError as error:
+            logger.info("An item is encoded again: %s", error)
+            return None
+        return found.to(self._services.device.torch_device)
+
+    def save(self, item: MediaItem, features: Tensor) -> None:
+        """Write the features of an item, in a thread."""
+        path = self._path_of(item)
+        if path is None or not self._is_writer or self._num_waiting >= _MOST_WAITING:
+            return
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "encoder-output-save")
+        self._num_waiting += 1
+        self._threads.submit(self._write, path, features.detach())
+
+    def close(self) -> None:
+        """Write what waits to be written."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        if self._limit is not None:
+            self._limit.close()
+
+    def _path_of(self, item: MediaItem) -> str | None:
+        """Path of an item's file; None where its features are not kept."""
+        services = self._services
+        if self._root is None or item.is_named or (services.updates is not None and services.updates.num_updates):
+            return None
+        if self._folder is None:
+            self._folder = folder_of(self._root, _digest_of_encoder(services))
+        return path_of(self._folder, (0, hashlib.sha256(item.key.encode()).digest()))
+
+    def _write(self, path: str, features: Tensor) -> None:
+        try:
+            content = features.contiguous().cpu()
+            assert self._root is not None
+            if self._limit is None:
+                self._limit = FolderLimit(self._root, self._services.config.kv_tiers.max_bytes)
+            if not self._limit.has_room(content.nbytes):
+                logger.info("An encoder output is not kept: the file system of kv_offload_dir is full")
+                return
+            write_about(str(self._folder), self._about())
+            self._limit.note_written(write_block(path, [_bytes_of(content)]))
+        except OSError as error:
+            logger.warning("An encoder output is not kept: %s", error)
+        finally:
+            self._num_waiting -= 1
+
+    def _about(self) -> dict[str, object]:
+        return {
+            "model": str(self._services.config.model.model),
+            "content": "encoder outputs",
+            "rank": 0,
+            "ranks": 1,
+            "made": time.strftime("%Y-%m-%d"),
+            "penstock": __version__,
+        }
+
+
+def _digest_of_encoder(services: WorkerServices) -> str:
+    """Fingerprint of all that an item's features depend on besides its key."""
+    config = services.config
+    parts = {
+        "what": "encoder outputs",
+        **made_of(config.model, config.load, services.device.kind, has_times=False),
+        "torch": torch.__version__,
+        "dtype": str(services.dtype),
+        "processing": media_processing(config),
+        "seed": config.model.seed if config.load.load_format == "dummy" else None,
+    }
+    return digest_of(parts)
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    """Memory of a tensor on the host, uint8."""
+    return tensor.view(-1).view(torch.uint8).numpy()
