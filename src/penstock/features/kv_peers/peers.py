@@ -42,7 +42,7 @@ _HANDSHAKE_MS = 3000
 _CLOSED_S, _WARN_S = 1.0, 60.0
 _POLL_MS, _IDLE_MS = 5, 200
 # Fields of the description of blocks that are compared for the log.
-_COMPARED = ("model", "ranks", "block_size", "kv_cache_dtype", "weight_version", "penstock")
+_COMPARED = ("model", "ranks", "block_size", "kv_cache_dtype", "max_model_len", "weight_version", "penstock")
 
 
 class _Question(msgspec.Struct, frozen=True):

@@ -108,6 +108,7 @@ class TierWorker(WorkerFeature):
             "ranks": config.parallel.world_size,
             "weight_version": version,
             "block_size": config.cache.block_size,
+            "max_model_len": config.model.planned_context,
             "kv_cache_dtype": config.cache.kv_cache_dtype,
             "made": time.strftime("%Y-%m-%d"),
             "penstock": __version__,
