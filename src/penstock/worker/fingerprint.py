@@ -89,6 +89,11 @@ def _files(model: ModelConfig) -> Iterator[Path]:
                 yield path
 
 
+def stamps_of(folder: Path) -> list[tuple[str, int, int, str]]:
+    """Name, size, 0, and digest of each file of a folder, equal for copies on other machines."""
+    return [_stamp(path, has_times=False) for path in sorted(folder.glob("*")) if path.is_file()]
+
+
 def _stamp(path: Path, *, has_times: bool) -> tuple[str, int, int, str]:
     """Name, size, time of change, and digest of evenly spread parts of a file: all of a small one."""
     status = path.stat()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import socket
 import threading
 import time
@@ -13,6 +15,8 @@ from typing import Any
 import msgspec
 import pytest
 
+import penstock
+from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_files.files import LAYOUT
@@ -231,3 +235,16 @@ def test_shares_of_other_ranks_are_not_copied_and_the_log_says_so(
             assert same(answers(two), expected)
         assert count(two, "kv_tier_copied_bytes") == 0
     assert caplog.text.count("it has ranks 2 in place of 1") == 1
+
+
+def test_a_copy_of_a_drafter_on_another_machine_is_the_same_drafter(tmp_path: Path, secret: Path) -> None:
+    head = Path(penstock.__file__).parent / "assets" / "demo-eagle3"
+    copy = shutil.copytree(head, tmp_path / "head")
+    speculative: dict[str, Any] = {"method": "eagle3", "num_speculative_tokens": 3, "model": str(head)}
+    for path in copy.iterdir():
+        os.utime(path, (1, 1))
+    digests = []
+    for changed in ({}, {"model": str(copy)}, {"num_speculative_tokens": 2}):
+        with engine(Path("demo"), "blocks", secret, speculative_config={**speculative, **changed}) as core:
+            digests.append(Path(core.collective_rpc(RpcCall("kv_tier_folder"))[0]).name)
+    assert digests[0] == digests[1] != digests[2]

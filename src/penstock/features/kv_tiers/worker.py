@@ -33,7 +33,7 @@ from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
 from penstock.version import __version__
 from penstock.worker.feature import WorkerFeature, WorkerServices
-from penstock.worker.fingerprint import digest_of, made_of, media_processing
+from penstock.worker.fingerprint import digest_of, made_of, media_processing, stamps_of
 
 logger = logging.getLogger(__name__)
 _NUM_LOAD_THREADS = 2
@@ -222,7 +222,9 @@ def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> 
         "page_bytes": [[page.nbytes for page in kv_cache.pages_of_block(index, 0)] for index in range(len(groups))],
         "processing": media_processing(config),
         "seed": model.seed if config.load.load_format == "dummy" else None,
-        "drafter": None if drafter is None else (asdict(config.speculative), _sizes_of(Path(drafter))),
+        "drafter": None
+        if drafter is None
+        else ({**asdict(config.speculative), "model": None}, stamps_of(Path(drafter))),
         "ranks": (
             services.rank,
             parallel.tensor_parallel_size,
@@ -233,8 +235,3 @@ def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> 
             parallel.enable_sp,
         ),
     }
-
-
-def _sizes_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of change of a folder's files."""
-    return [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.glob("*"))]
