@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import socket
 import urllib.request
@@ -101,6 +102,16 @@ def kill(server: ServerProcess, role: str) -> None:
     server.processes(role)[0].kill()
 
 
+def until_busy(server: ServerProcess) -> None:
+    """Wait until a server has requests."""
+
+    def is_busy() -> bool:
+        with urllib.request.urlopen(f"{server.url}/ready", timeout=LONG_S) as reply:
+            return bool(json.load(reply)["num_requests"])
+
+    wait_until(is_busy, "it has requests", LONG_S)
+
+
 def kill_all(server: ServerProcess) -> None:
     launcher = psutil.Process(server.process.pid)
     processes = [launcher, *launcher.children(recursive=True)]
@@ -111,7 +122,7 @@ def kill_all(server: ServerProcess) -> None:
 
 
 def num_copied(server: ServerProcess) -> float:
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=60) as reply:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=LONG_S) as reply:
         text = reply.read().decode()
     return sum(float(value) for value in re.findall(r"kv_tier_copied_bytes\S* ([\d.e+]+)", text))
 
@@ -168,11 +179,11 @@ def test_500_streams_survive_every_process_behind_their_front_end(start: Callabl
 
     run(0)
     assert num_copied(answers) > 0
-    run(1, (10, lambda: kill(prompts, "core")), (40, lambda: kill(answers, "core")))
+    run(1, (0, lambda: until_busy(prompts)), (0, lambda: kill(prompts, "core")), (40, lambda: kill(answers, "core")))
     kill_all(prompts)
     run(2, (30, lambda: kill(answers, "core")))
     prompts = start(*of_prompts)
     until_blocks_are_copied()
     run(3, (10, lambda: kill(prompts, "broker")), (40, lambda: kill(answers, "broker")))
     until_blocks_are_copied()
-    run(4, (10, lambda: kill_all(prompts)), (60, lambda: kill(answers, "core")))
+    run(4, (0, lambda: until_busy(prompts)), (0, lambda: kill_all(prompts)), (60, lambda: kill(answers, "core")))
