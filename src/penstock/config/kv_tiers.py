@@ -13,6 +13,7 @@ from penstock.errors import ConfigError
 
 _GIB = 1 << 30
 _SHORTEST_SECRET = 16
+FASTER, ALWAYS = LOAD_POLICIES = ("faster", "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class KVTierConfig:
     kv_offload_dir: folder for blocks of the KV cache, which later requests load, also after a restart, and of other
         engines that share the folder; None keeps none.
     kv_offload_dir_size: GiB of all files in this folder; the least recently used ones make room.
+    kv_load_policy: "faster" computes what is expected to be computed before it is loaded, by the measured time of both;
+        "always" loads whatever is there.
     kv_listen: address, as "host:port", at which other engines get blocks of this folder; None for none.
     kv_peers: addresses of other engines' `kv_listen`, as a list or "host:port,host:port", which are asked for blocks
         that are not in the folder.
@@ -30,6 +33,7 @@ class KVTierConfig:
     kv_offloading_size: float | None = None
     kv_offload_dir: str | os.PathLike[str] | None = None
     kv_offload_dir_size: float = 16.0
+    kv_load_policy: str = "faster"
     kv_listen: str | None = None
     kv_peers: Sequence[str] | str = ()
     kv_secret_file: str | os.PathLike[str] | None = None
@@ -47,6 +51,10 @@ class KVTierConfig:
             raise ConfigError(f"kv_offload_dir={str(folder)!r} is not a folder. Create it, or leave it out.")
         if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
             raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be written to. Give another folder.")
+        if self.kv_load_policy not in LOAD_POLICIES:
+            raise ConfigError(
+                f"kv_load_policy={self.kv_load_policy!r} is not valid. Allowed: {', '.join(map(repr, LOAD_POLICIES))}."
+            )
         self._check_peers()
 
     def _check_peers(self) -> None:

@@ -54,6 +54,10 @@ class WaitingQueue:
         """Return the first ready request, which stays; None without one."""
         return self._ready[0] if self._ready else None
 
+    def first(self, most: int) -> list[Request]:
+        """The first ready requests."""
+        return self._ready[:most]
+
     def remove(self, request: Request) -> None:
         """Remove a waiting request."""
         self.num_changes += 1

@@ -18,6 +18,7 @@ from penstock.scheduler.admission import Admission
 from penstock.scheduler.draft_budget import NO_SPECULATION, Speculation
 from penstock.scheduler.feature import Chunks, SchedulerFeature, methods_of
 from penstock.scheduler.kv_cache_manager import KVCacheManager
+from penstock.scheduler.measured_costs import ComputeTimes
 from penstock.scheduler.outputs import RUNNING, CoreState, EngineCoreOutput, FinishReason, SchedulerStats
 from penstock.scheduler.repetition import RepeatedSteps
 from penstock.scheduler.request import Request, RequestStatus
@@ -94,6 +95,7 @@ class Scheduler:
         self._in_flight = StepsInFlight(self._requests, self.kv_cache, self._draft_budget)
         self._next_step_id = 0
         self._num_computed_tokens = 0
+        self._compute_times: ComputeTimes | None = None
         self.features = [make_feature(self) for make_feature in features]
         # Methods of features that every step calls, of those that have them.
         self._part_methods = methods_of(self.features, "part_of_step")
@@ -306,6 +308,8 @@ class Scheduler:
         if step.requests:
             self._in_flight.launch(step)
             self._last_turns.append(step)
+            if self._compute_times is not None:
+                self._compute_times.launch(step_id)
         return step.message
 
     def sampling_input(self, message: SchedulerOutput) -> SamplingInput:
@@ -324,6 +328,8 @@ class Scheduler:
         Ignores results of steps before `reset_for_recovery`. Raises LifecycleError for results of another step, of an
         unknown request, or out of order.
         """
+        if self._compute_times is not None:
+            self._compute_times.done(scheduler_output)
         has_parts = model_runner_output.parts is not None
         if has_parts:
             for take_results in self._result_methods:
@@ -349,6 +355,8 @@ class Scheduler:
         Tokens in flight are lost and will be sampled again.
         """
         self._last_turns.clear()
+        if self._compute_times is not None:
+            self._compute_times.start_over()
         self._requests.finished_req_ids = set()
         self._in_flight.rewind_all(self._next_step_id)
         self.kv_cache.start_over()
@@ -399,6 +407,15 @@ class Scheduler:
         """Call a feature's method for results without parts too from now on; idempotent."""
         if parts_of_outputs not in self._own_output_methods:
             self._own_output_methods.append(parts_of_outputs)
+
+    def measure_computing(self) -> ComputeTimes:
+        """Learn from all steps from now on what computing a prompt takes; idempotent."""
+        self._compute_times = self._compute_times or ComputeTimes()
+        return self._compute_times
+
+    def next_waiting(self, most: int) -> list[Request]:
+        """The next waiting requests that nothing keeps waiting but those before them."""
+        return self._requests.waiting.first(most)
 
     def begin_weights(self, weights: str) -> None:
         """Preempt the running requests, and clear the prefix cache; no KV of other weights is found, though it is held.

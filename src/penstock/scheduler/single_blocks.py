@@ -16,13 +16,13 @@ class SingleBlocks:
         self._groups = groups
         self.num_holders: Counter[KVCacheBlock] = Counter()
 
-    def take(self, group_ids: Sequence[int]) -> list[KVCacheBlock] | None:
+    def take(self, group_ids: Sequence[int], *, share: float = 1.0, num_others: int = 0) -> list[KVCacheBlock] | None:
         """Take free blocks of these groups for content from elsewhere, held; None, with nothing taken, if too few are.
 
-        `release` releases each.
+        `release` releases each. share: of the free blocks of a pool that these and `num_others` may be together.
         """
         pools = [self._groups[group_id].pool for group_id in group_ids]
-        if any(count > pool.num_free_blocks for pool, count in Counter(pools).items()):
+        if any(count + num_others > share * pool.num_free_blocks for pool, count in Counter(pools).items()):
             return None
         blocks = [pool.get_new_blocks(1)[0] for pool in pools]
         self.num_holders.update(blocks)

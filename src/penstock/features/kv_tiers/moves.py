@@ -39,13 +39,16 @@ class Move(NamedTuple):
 class MoveResult(NamedTuple):
     """Result of a move on one rank. num_bytes: moved. error: why it failed; None where it is done.
 
-    cost_s: seconds of CPU time of a save, on cores that the steps use; 0 where they use others.
+    cost_s: seconds of CPU time of a save, on cores that the steps use; 0 where they use others. begun, ended: on this
+    rank, in seconds of `time.monotonic`.
     """
 
     move_id: int
     num_bytes: int
     error: str | None = None
     cost_s: float = 0.0
+    begun: float = 0.0
+    ended: float = 0.0
 
 
 class HostLayout(NamedTuple):

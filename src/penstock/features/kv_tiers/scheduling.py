@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 
+from penstock.config.kv_tiers import FASTER
 from penstock.contract import RpcCall, SamplingParams
 from penstock.contract.parts import OutputPart
 from penstock.errors import InvalidRequest, PenstockError
 from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
 from penstock.features.kv_peers.copies import PEER, Copies
 from penstock.features.kv_peers.proxies import Proxies
+from penstock.features.kv_tiers.choice import LoadBytes, LoadChoice
 from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
 from penstock.features.kv_tiers.moves import Move, MoveResult, Tier
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
 from penstock.scheduler.kv_cache_manager import PrefixHit
-from penstock.scheduler.outputs import EngineCoreOutput
+from penstock.scheduler.outputs import RUNNING, EngineCoreOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.scheduler.state_pool import StatePool
@@ -44,6 +48,9 @@ _IDLE_S = 0.01
 _MOST_SAVES, _MOST_SAVING = 32, 0.25
 # Seconds without saves after one has failed, such as for a full disk.
 _PAUSE_S = 60.0
+# Waiting requests that are looked up before their turn, and bytes in transfer from which on no others are. Their blocks
+# may have this share of the free ones.
+_MOST_AHEAD, _MOST_AHEAD_BYTES, _SHARE_AHEAD = 16, 256 << 20, 0.5
 # Counts for the metrics.
 _COUNTS = (
     "external_prefix_cache_queries",
@@ -54,6 +61,7 @@ _COUNTS = (
     "kv_tier_loaded_bytes",
     "kv_tier_saved_bytes",
     "kv_tier_failed_loads",
+    "kv_tier_recomputed_tokens",
     "kv_tier_copied_bytes",
 )
 # Seconds that a core which ends, or whose prefix cache is reset, waits for moves.
@@ -64,19 +72,25 @@ _LONGEST_END_S = 30.0
 class _Load:
     """Blocks that are loaded together, those of one request's hit. Others may wait for them too.
 
-    num_tokens: of the hit, beyond what was there. held: blocks of the hit that were there before, with their groups.
+    num_tokens: of the hit, beyond what was there. num_bytes: of its blocks on one rank, by source. held: blocks of the
+    hit that were there before, with their groups.
     blocks: (block, key, position among blocks) by move. host_blocks: those that are read, by move.
     req_ids: requests that wait.
     pending: moves that have not ended, with the ranks that have not answered. failed: moves.
+    is_unwanted: no request waits any more. begun, ended: on the first rank.
     """
 
     num_tokens: int
+    num_bytes: LoadBytes
     held: list[tuple[KVCacheBlock, int]]
     blocks: dict[int, tuple[KVCacheBlock, BlockKey, int]] = field(default_factory=dict)
     host_blocks: dict[int, HostBlock] = field(default_factory=dict)
     req_ids: list[str] = field(default_factory=list)
     pending: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    is_unwanted: bool = False
+    begun: float = math.inf
+    ended: float = -math.inf
 
 
 @dataclass(eq=False, slots=True)
@@ -153,6 +167,11 @@ class TierScheduling(SchedulerFeature):
         # Loads that requests wait for, and preemptions of requests for which blocks were looked up.
         self._waiting: dict[str, set[_Load]] = {}
         self._tried: dict[str, int] = {}
+        # Blocks that were loaded before a request's turn; moves of requests that have ended.
+        self._ahead: dict[str, int] = {}
+        self._unwanted: list[int] = []
+        is_choosing = config.kv_tiers.kv_load_policy == FASTER
+        self._choice = LoadChoice(self._kv_cache.config, self._scheduler.measure_computing() if is_choosing else None)
         # Full blocks that may have to be saved, oldest first, with the last step that was launched before.
         self._fresh: OrderedDict[KVCacheBlock, tuple[BlockKey, int]] = OrderedDict()
         self._pace = _Pace()
@@ -174,12 +193,52 @@ class TierScheduling(SchedulerFeature):
         if self._copies is not None and self._copies.begin(request):
             return PEER
         self._tried[request.req_id] = request.num_preemptions
+        was_loaded_ahead = self._ahead.pop(request.req_id, None) is not None
+        return self._look_up(request, is_first=not was_loaded_ahead)
+
+    def _look_up(self, request: Request, *, is_first: bool = True, is_ahead: bool = False) -> str | None:
+        """Begin to load a request's hit. is_first: it is counted. is_ahead: before its turn."""
         local = self._kv_cache.get_computed_blocks(request)
         hit = self._kv_cache.find_with(request, self._find)
-        self._counts["external_prefix_cache_queries"] += request.num_tokens - local.num_tokens
-        if hit.num_tokens <= local.num_tokens or not self._kv_cache.has_room_for(request, local):
+        num_tokens = hit.num_tokens - local.num_tokens
+        self._counts["external_prefix_cache_queries"] += request.num_tokens - local.num_tokens if is_first else 0
+        if num_tokens <= 0 or not (is_ahead or self._kv_cache.has_room_for(request, local)):
             return None
-        return _LOAD if self._begin_load(request.req_id, hit, hit.num_tokens - local.num_tokens) else None
+        keys = (block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE)
+        wanted = [key for key in keys if key is not None and key not in self._loading]
+        num_bytes = self._num_bytes_loading.plus(self._bytes_of(wanted))
+        if self._choice.is_sooner_computed(local.num_tokens, num_tokens, num_bytes):
+            self._counts["kv_tier_recomputed_tokens"] += num_tokens
+            self._tried[request.req_id] = request.num_preemptions
+            return None
+        return _LOAD if self._begin_load(request.req_id, hit, num_tokens, is_ahead=is_ahead) else None
+
+    def _bytes_of(self, keys: Sequence[BlockKey]) -> LoadBytes:
+        """Bytes of blocks that are elsewhere."""
+        return self._choice.num_bytes((key, self._in_host(key) is not None) for key in keys)
+
+    @property
+    def _num_bytes_loading(self) -> LoadBytes:
+        return reduce(LoadBytes.plus, (load.num_bytes for load in set(self._loads.values())), LoadBytes(0, 0))
+
+    def _read_ahead(self) -> None:
+        """Load the hit of a request that waits for others, so that it need not wait for its blocks later.
+
+        One request at a time, within the bounds of free blocks and of bytes in transfer.
+        """
+        if self._scheduler.rest is not RUNNING or self._num_bytes_loading.total >= _MOST_AHEAD_BYTES:
+            return
+        for request in self._scheduler.next_waiting(_MOST_AHEAD):
+            req_id = request.req_id
+            is_known = req_id in self._ahead or self._tried.get(req_id) == request.num_preemptions
+            if is_known or not request.has_lasting_keys:
+                continue
+            if self._copies is not None and self._copies.begin(request):
+                self._scheduler.wait_for(req_id, PEER)
+            else:
+                self._ahead[req_id] = 0
+                self._look_up(request, is_ahead=True)
+            return
 
     def _find(self, key: BlockKey, others: Collection[str] = ()) -> KVCacheBlock | None:
         """A block that stands for one in another tier; None if it is not there. others: paths that count as there."""
@@ -217,7 +276,7 @@ class TierScheduling(SchedulerFeature):
         fresh, saves = list(self._fresh.values()), list(self._saves.values())
         return {os.path.basename(path_of("", key)) for key in (*(key for key, _ in fresh), *(one.key for one in saves))}
 
-    def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int) -> bool:
+    def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int, *, is_ahead: bool) -> bool:
         """Load the blocks of a hit that are elsewhere; False if there is no room. num_tokens: that these give."""
         wanted, held = [], []
         for group, blocks in enumerate(hit.blocks):
@@ -232,12 +291,15 @@ class TierScheduling(SchedulerFeature):
         # Those of the hit must not make room for the others.
         for block, group in held:
             self._blocks.hold(block, group)
-        blocks_taken = self._blocks.take([key[0] for key, _ in wanted])
+        share, num_others = (_SHARE_AHEAD, sum(self._ahead.values())) if is_ahead else (1.0, 0)
+        blocks_taken = self._blocks.take([key[0] for key, _ in wanted], share=share, num_others=num_others)
         if blocks_taken is None:
             for block, group in reversed(held):
                 self._blocks.release(block, group)
             return False
-        load = _Load(num_tokens, held)
+        if is_ahead:
+            self._ahead[req_id] = len(wanted)
+        load = _Load(num_tokens, self._bytes_of([key for key, _ in wanted]), held)
         for (key, index), block in zip(wanted, blocks_taken, strict=True):
             host_block = self._in_host(key)
             source = Tier.FOLDER if host_block is None else Tier.HOST
@@ -266,15 +328,20 @@ class TierScheduling(SchedulerFeature):
                 host = self._host_memory
                 if host is not None and host.lacks(key) and block.key == key:
                     self._fresh[block] = (key, _BEFORE_ALL_STEPS)
-            self._loading.pop(key, None)
+            if self._loading.get(key) is load:
+                del self._loading[key]
             self._blocks.release(block, key[0])
         for block, held_by in reversed(load.held):
             self._blocks.release(block, held_by)
         self._let_go_on(load)
-        num_tokens = 0 if load.failed else load.num_tokens
+        if load.failed:
+            self._counts["kv_tier_failed_loads"] += 0 if load.is_unwanted else len(load.failed)
+            return
+        num_tokens = 0 if load.is_unwanted else load.num_tokens
         self._counts["external_prefix_cache_hits"] += num_tokens
         self._counts["kv_host_hits"] += num_tokens if 0 < len(load.host_blocks) == len(load.blocks) else 0
-        self._counts["kv_tier_failed_loads"] += len(load.failed)
+        if load.ended > load.begun:
+            self._choice.note_load(load.num_bytes, load.ended - load.begun)
 
     def _let_go_on(self, load: _Load) -> None:
         for req_id in load.req_ids:
@@ -291,8 +358,12 @@ class TierScheduling(SchedulerFeature):
         return self._proxies.take()
 
     def request_ended(self, request: Request) -> None:
-        self._tried.pop(request.req_id, None)
-        self._waiting.pop(request.req_id, None)
+        for known in (self._tried, self._ahead):
+            known.pop(request.req_id, None)
+        for load in self._waiting.pop(request.req_id, ()):
+            load.req_ids.remove(request.req_id)
+            if not load.req_ids:
+                self._end_unwanted(load)
         if self._copies is not None:
             self._copies.request_ended(request)
         if self._host is not None and request.has_lasting_keys:
@@ -301,6 +372,14 @@ class TierScheduling(SchedulerFeature):
         if self._fresh or self._is_busy:
             # A core without requests has no turn by itself.
             self._services.call_soon(lambda: None)
+
+    def _end_unwanted(self, load: _Load) -> None:
+        """Take back the moves of a load that have not begun; requests that want its blocks load them anew."""
+        load.is_unwanted = True
+        self._unwanted += load.pending
+        for _, key, _ in load.blocks.values():
+            if self._loading.get(key) is load:
+                del self._loading[key]
 
     @property
     def is_polled(self) -> bool:
@@ -401,12 +480,14 @@ class TierScheduling(SchedulerFeature):
             elif not self._saves and now >= self._pace.next_at:
                 self._pace.begin(now, is_kept=True)
                 self._save(self._pace.num_blocks)
-        if self._queued or (self._is_busy and (self._waiting or now >= self._ask_at)):
+        is_awaited = self._waiting and self._scheduler.waiting_for(_LOAD)
+        if self._queued or (self._is_busy and (is_awaited or now >= self._ask_at)):
             self._ask()
         if self._fresh or self._is_busy:
             self._idle_turns.want(_IDLE_S)
 
     def after_step(self) -> None:
+        self._read_ahead()
         if self._queued:
             self._ask()
 
@@ -449,7 +530,8 @@ class TierScheduling(SchedulerFeature):
     def _ask(self) -> None:
         """Give the queued moves to the workers, and take in the results of earlier ones."""
         moves, self._queued = self._queued, []
-        answers: list[list[MoveResult]] = self._call(RpcCall("move_kv_blocks", (self._folders, moves)))
+        unwanted, self._unwanted = self._unwanted, []
+        answers: list[list[MoveResult]] = self._call(RpcCall("move_kv_blocks", (self._folders, moves, unwanted)))
         self._ask_at = time.monotonic() + _ASK_S
         saved: list[_Save] = []
         for rank, results in enumerate(answers):
@@ -464,8 +546,13 @@ class TierScheduling(SchedulerFeature):
         load, save = self._loads.get(result.move_id), self._saves.get(result.move_id)
         if load is not None:
             if result.error is not None:
-                logger.warning("A block of the KV cache is computed, since it could not be loaded: %s", result.error)
+                if not load.is_unwanted:
+                    logger.warning(
+                        "A block of the KV cache is computed, since it could not be loaded: %s", result.error
+                    )
                 load.failed.add(result.move_id)
+            elif is_first:
+                load.begun, load.ended = min(load.begun, result.begun), max(load.ended, result.ended)
             host_block = load.host_blocks.get(result.move_id)
             if is_first:
                 count = "kv_tier_loaded_bytes" if host_block is None else "kv_host_loaded_bytes"
@@ -568,7 +655,7 @@ class TierScheduling(SchedulerFeature):
         for save in self._saves.values():
             if save.block is not None:
                 self._blocks.release(save.block, save.key[0])
-        for kept in (self._loads, self._saves, self._fresh, self._queued, self._tried):
+        for kept in (self._loads, self._saves, self._fresh, self._queued, self._unwanted, self._tried, self._ahead):
             kept.clear()
         self._folders = []
 
@@ -597,7 +684,7 @@ class TierScheduling(SchedulerFeature):
     def gauges(self) -> Mapping[str, float]:
         # Engines beside each other have one folder.
         is_first = self._services.config.parallel.data_parallel_rank == 0
-        return {"kv_tier_folder_bytes": self._limit.num_bytes if self._limit is not None and is_first else 0}
+        return {} if self._limit is None else {"kv_tier_folder_bytes": self._limit.num_bytes if is_first else 0}
 
     def close(self) -> None:
         self._idle_turns.close()

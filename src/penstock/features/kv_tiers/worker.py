@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import secrets
@@ -61,7 +62,7 @@ class TierWorker(WorkerFeature):
         self._services = services
         self._owner = _CacheOwner(self._make_host if services.config.kv_tiers.host_bytes else None)
         self._done: queue.SimpleQueue[MoveResult] = queue.SimpleQueue()
-        self._futures: set[Future[None]] = set()
+        self._futures: dict[int, Future[None]] = {}
         self._loads = ThreadPoolExecutor(_NUM_LOAD_THREADS, "kv-tier-load")
         self._saves = ThreadPoolExecutor(1, "kv-tier-save")
         # Copies to host memory do not wait for the disk.
@@ -118,24 +119,33 @@ class TierWorker(WorkerFeature):
         """Pieces of this rank's host memory."""
         return self._host.layout
 
-    def move_kv_blocks(self, folders: Sequence[str], moves: Sequence[Move]) -> list[MoveResult]:
+    def move_kv_blocks(
+        self, folders: Sequence[str], moves: Sequence[Move], unwanted: Sequence[int] = ()
+    ) -> list[MoveResult]:
         """Begin moves of this rank's blocks; return the results of those that have ended since.
 
-        folders: of all ranks, as `kv_tier_folder` says.
+        folders: of all ranks, as `kv_tier_folder` says. unwanted: moves that end without effect if they wait still.
         """
+        for move_id in unwanted:
+            waiting = self._futures.get(move_id)
+            if waiting is not None and waiting.cancel():
+                self._done.put(MoveResult(move_id, 0, "it is not wanted any more"))
         for move in moves:
             threads = self._loads if move.is_load else self._copies if move.target is Tier.HOST else self._saves
             future = threads.submit(self._move, folders[self._services.rank], move)
-            self._futures.add(future)
-            future.add_done_callback(self._futures.discard)
+            self._futures[move.move_id] = future
+            future.add_done_callback(functools.partial(self._forget, move.move_id))
         results = []
         while not self._done.empty():
             results.append(self._done.get())
         return results
 
+    def _forget(self, move_id: int, _: Future[None]) -> None:
+        self._futures.pop(move_id, None)
+
     def drop(self, tag: str) -> None:
         if tag == KV_CACHE:
-            wait(tuple(self._futures))
+            wait(tuple(self._futures.values()))
 
     def close(self) -> None:
         for threads in (self._loads, self._copies, self._saves):
@@ -165,7 +175,8 @@ class TierWorker(WorkerFeature):
         return HostMemory(kv_cache, num_bytes, self._services.device)
 
     def _move(self, folder: str, move: Move) -> None:
-        path, error, num_bytes, begin = path_of(folder, move.key), None, 0, time.thread_time()
+        path, error, num_bytes = path_of(folder, move.key), None, 0
+        begun, begin = time.monotonic(), time.thread_time()
         try:
             num_bytes = self._transfer(folder, path, move)
         except DamagedBlock as damage:
@@ -174,7 +185,7 @@ class TierWorker(WorkerFeature):
         except Exception as failure:  # of the thread's own: a result tells it
             error = f"{type(failure).__name__}: {failure}"
         cost_s = time.thread_time() - begin if self._takes_cores and not move.is_load else 0.0
-        self._done.put(MoveResult(move.move_id, num_bytes, error, cost_s))
+        self._done.put(MoveResult(move.move_id, num_bytes, error, cost_s, begun, time.monotonic()))
 
     def _transfer(self, folder: str, path: str, move: Move) -> int:
         """Move a block of this rank; return the bytes. path: of its file."""
