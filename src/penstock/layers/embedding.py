@@ -9,7 +9,7 @@ import functools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from penstock.attention import ForwardContext
 from penstock.kernels.embedding import embedding, rows_of_share
@@ -18,7 +18,7 @@ from penstock.kernels.rows import sum_rows
 from penstock.kernels.sampling import ChosenTokens, LargestLogits, largest_logits, merge_largest
 from penstock.layers.adapters import EmbeddingAdapters
 from penstock.layers.parallel_linear import ColumnParallelLinear, rows_of_rank
-from penstock.layers.weights import RowLookup, WeightSlot, new_parameter
+from penstock.layers.weights import RowLookup, WeightSlot, WidensWeight, new_parameter
 from penstock.parallel import ParallelState, rows_of_vocabulary
 
 # Step inputs of a step with embeddings that requests give, such as features of images: the embeddings, [T, D], zeros
@@ -28,7 +28,7 @@ GIVEN_EMBEDDINGS, TEXT_IDS = "given_embeddings", "text_ids"
 POSITION_IDS = "position_ids"
 
 
-class VocabEmbedding(nn.Module):
+class VocabEmbedding(WidensWeight):
     """weight: [V, D], a row per token; empty while a tied output projection keeps it in another layout.
 
     takes_embeddings: whether given embeddings replace those of their tokens (`GIVEN_EMBEDDINGS`).
@@ -38,10 +38,8 @@ class VocabEmbedding(nn.Module):
     compute_dtype: dtype of the output rows, where the weight has a narrower one. adapters: LoRA adapters; None without.
     """
 
-    shares_weight = False
     takes_embeddings = False
     scales_given = False
-    compute_dtype: torch.dtype | None = None
     adapters: EmbeddingAdapters | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, *, parallel: ParallelState) -> None:

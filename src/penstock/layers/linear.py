@@ -28,7 +28,7 @@ from penstock.kernels.native import NATIVE, Bfloat16Layout, NativeKernels, descr
 from penstock.kernels.stored_weight import StoredWeight
 from penstock.kernels.triton import triton_runs
 from penstock.layers.adapters import LinearAdapters
-from penstock.layers.weights import Part, RowLookup, RowReader, Shard, empty_like_weight, new_parameter
+from penstock.layers.weights import Part, RowLookup, RowReader, Shard, WidensWeight, empty_like_weight, new_parameter
 from penstock.system.env import uses_torch_products
 
 
@@ -349,7 +349,7 @@ def weights_size_bytes(model: nn.Module) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class LinearLayer(nn.Module):
+class LinearLayer(WidensWeight):
     """x @ weight^T + bias.
 
     weight: [O, I]; empty while the method keeps it packed. bias: [O] or None.
@@ -365,9 +365,7 @@ class LinearLayer(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    shares_weight = False
     keeps_precision = False
-    compute_dtype: torch.dtype | None = None
     cpu_arithmetic: str = "float32"
     batch_invariant = False
     tied_to: tuple[RowReader, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,14 @@ class RowReader(Protocol):
     lookup: RowLookup | None
 
 
-@runtime_checkable
-class WidensWeight(Protocol):
+class WidensWeight(nn.Module):
     """A layer whose `weight` may have a narrower dtype than it computes in.
 
     compute_dtype: None for the weight's. shares_weight: another module uses the weight, in that dtype only.
     """
 
-    compute_dtype: torch.dtype | None
-    shares_weight: bool
+    compute_dtype: torch.dtype | None = None
+    shares_weight = False
 
 
 # A part of a fused parameter, such as "q" of a fused QKV projection.
@@ -126,16 +125,25 @@ class HasFusedWeights(Protocol):
         """Slots by parameter name of one shard's tensors."""
 
 
+def _is_split(layer: nn.Module) -> TypeGuard[IsSplit]:
+    # Many times as fast as `isinstance` of a protocol.
+    return issubclass(type(layer), IsSplit)
+
+
+def _has_fused_weights(layer: nn.Module) -> TypeGuard[HasFusedWeights]:
+    return issubclass(type(layer), HasFusedWeights)
+
+
 def weight_slots(layer: nn.Module, shard: Shard | None) -> dict[str, WeightSlot]:
     """Slots of the layer's own parameters by name: whole, or the part of each that `shard` names."""
-    if shard is None and isinstance(layer, IsSplit):
+    if shard is None and _is_split(layer):
         return layer.slots()
     if shard is None:
         return {
             name: WeightSlot(tuple(parameter.shape), parameter)
             for name, parameter in layer.named_parameters(recurse=False)
         }
-    assert isinstance(layer, HasFusedWeights), f"{type(layer).__name__} has no shard {shard!r}"
+    assert _has_fused_weights(layer), f"{type(layer).__name__} has no shard {shard!r}"
     return layer.fused_slots(shard)
 
 

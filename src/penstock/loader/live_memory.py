@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -38,7 +38,8 @@ class LiveMemory:
 
     def check(self, model: CausalLM) -> None:
         """Pair the layers of a model without memory with those of the live one. Raises ModelError if they differ."""
-        before, after = _layout_of(self._live), _layout_of(model)
+        modules, own_modules = dict(self._live.named_modules()), dict(model.named_modules())
+        before, after = _layout_of(self._live, modules), _layout_of(model, own_modules)
         differences = [
             f"{name} (was {before.get(name, 'not there')}, would be {after.get(name, 'not there')})"
             for name in sorted({*before, *after})
@@ -50,8 +51,7 @@ class LiveMemory:
                 f"({len(differences)} differences in all). Create a new engine for them."
             )
         self._layers, self._attentions = {}, []
-        modules = dict(self._live.named_modules())
-        for name, module in model.named_modules():
+        for name, module in own_modules.items():
             live = modules.get(name)
             if isinstance(module, LinearLayer):
                 assert isinstance(live, LinearLayer), "layouts are equal"
@@ -114,11 +114,10 @@ class LiveMemory:
                 self.moved = True
 
 
-def _layout_of(model: CausalLM) -> dict[str, str]:
-    """Sizes of linear layers, and shapes of other parameters, by name."""
+def _layout_of(model: CausalLM, modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Sizes of linear layers, and shapes of other parameters, by name. modules: all of the model, by name."""
     ties = sorted(model.tied_weights())
     layout = {"tied weights": ", ".join(ties)} if ties else {}
-    modules = dict(model.named_modules())
     packed = [layer for layer in modules.values() if isinstance(layer, LinearLayer)]
     without_weight = {id(module) for layer in packed for module in (layer, *layer.tied_to)}
     for name, module in modules.items():

@@ -136,7 +136,7 @@ class QuantizedMethod(PackedMethod):
 
     def _of_rows(self, num_rows: int) -> QuantizedShape:
         assert self.shape is not None, "rows before pack"
-        return replace(self.shape, output_size=num_rows)
+        return _of_rows(self.shape, num_rows)
 
     def unpack(self, packed_OI: Tensor, output_size: int) -> Tensor:
         """The dequantised weight, float32."""
@@ -173,6 +173,12 @@ class QuantizedMethod(PackedMethod):
         if NATIVE is None or x_LI.dtype is not torch.float32:
             return None
         return NATIVE.argmax(self.apply(layer, x_LI), with_largest=with_largest)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_rows(shape: QuantizedShape, num_rows: int) -> QuantizedShape:
+    """The format of some rows of a weight."""
+    return replace(shape, output_size=num_rows)
 
 
 @functools.lru_cache(maxsize=256)
