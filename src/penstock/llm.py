@@ -289,8 +289,8 @@ class LLM(PoolingMethods, SleepMethods, WeightTransfers, PrefixMethods, WorkerCa
     def _kv_folder(self) -> Path | None:
         return self._session.config.kv_tiers.folder
 
-    def _run_until(self, is_over: Callable[[], bool]) -> None:
-        self._session.run_until(is_over)
+    def _let_rest(self, rests: Callable[[], bool]) -> None:
+        self._session.let_rest(rests)
 
     def apply_model(self, func: Callable[[LanguageModel], _Result]) -> list[_Result]:
         """Call a function with each worker's model."""

@@ -162,5 +162,5 @@ class LLMEngine(AdapterMethods, SleepMethods, WeightTransfers, WorkerCalls[list[
     def _call_workers(self, call: RpcCall) -> list[Any]:
         return self._session.collective_rpc(call)
 
-    def _run_until(self, is_over: Callable[[], bool]) -> None:
-        self._session.run_until(is_over)
+    def _let_rest(self, rests: Callable[[], bool]) -> None:
+        self._session.let_rest(rests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
@@ -26,6 +27,7 @@ from penstock.engine.statistics.metrics import Metric
 from penstock.errors import ConfigError, EngineDead, InvalidRequest, LifecycleError, WaitTimeout
 from penstock.executor.processes import refuse_at_exit
 from penstock.observability.progress_bar import progress_bar
+from penstock.scheduler.outputs import CoreState
 from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,8 @@ class Session:
         self._dispatcher.count_media(self._input_processor.media_intake.cache_counts)
         self._live_view.start(self._dispatcher)
         self._lock = LimitedLock("finish its step")
+        # Threads that have let the core rest since it last ran.
+        self._pausing: set[threading.Thread] = set()
         self._is_closed = False
         # Called at exit.
         weakref.finalize(self, _hold, self._lock)
@@ -117,7 +121,7 @@ class Session:
         others run; None raises the error.
 
         Raises LifecycleError where requests would wait for a call of this engine that nothing makes: while an update of
-        the weights is open, or once they are lost.
+        the weights is open, once they are lost, and while this thread, or one that has ended, lets the engine rest.
         An exception, Ctrl-C included, or closing the generator aborts unfinished requests; other `run`s continue.
         Iterate within `contextlib.closing`, so that an error in your loop aborts at once.
         """
@@ -216,9 +220,17 @@ class Session:
             self._check_open()
             return self._core.collective_rpc(call)
 
-    def run_until(self, is_over: Callable[[], bool]) -> None:
-        """Run steps for all requests until a condition holds, which is asked for between them."""
-        while not is_over():
+    def let_rest(self, rests: Callable[[], bool]) -> None:
+        """Run steps for all requests until the core rests, which is asked for between them.
+
+        Requests of other threads wait from then on until this thread lets the core go on, or has ended.
+        """
+        with self._lock:
+            self._check_open()
+            if not self._core.stats().state.is_pause:
+                self._pausing.clear()
+            self._pausing.add(threading.current_thread())
+        while not rests():
             with self._lock, InterruptAfterwards():
                 self._check_open()
                 if self._core.has_unfinished_requests():
@@ -258,9 +270,19 @@ class Session:
         """Raise LifecycleError while requests wait for the caller. has_begun: whether some had outputs: an update is
         another thread's then.
         """
-        state = self._core.status().stats.state
-        if state.why_stuck and not (has_begun and state.is_update):
+        if not self._is_stuck(self._core.status().stats.state, has_begun=has_begun):
+            return
+        with self._lock:
+            self._check_open()
+            state = self._core.stats().state  # calls may be newer than the last message
+        if self._is_stuck(state, has_begun=has_begun):
             raise LifecycleError(state.why_stuck)
+
+    def _is_stuck(self, state: CoreState, *, has_begun: bool) -> bool:
+        """Whether requests of this thread wait for a call that no other thread will make."""
+        if state.is_pause:
+            return not any(thread.is_alive() for thread in self._pausing - {threading.current_thread()})
+        return bool(state.why_stuck) and not (has_begun and state.is_update)
 
     def _check_open(self) -> None:
         if self._is_closed:

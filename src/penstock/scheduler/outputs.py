@@ -33,13 +33,14 @@ class CoreState(msgspec.Struct, frozen=True):
     """State of a core. name: "running", or why it runs no steps. is_ready: whether a request would run at once.
 
     why_stuck: sentences that say what a caller must do before requests go on; "" if they will by themselves.
-    is_update: whether the caller has begun to do it.
+    is_update: whether the caller has begun to do it. is_pause: whether it is for the thread to do that has let it rest.
     """
 
     name: str = "running"
     is_ready: bool = True
     why_stuck: str = ""
     is_update: bool = False
+    is_pause: bool = False
 
 
 RUNNING = CoreState()

@@ -25,8 +25,8 @@ class SleepMethods(ABC):
         """Answers of the feature."""
 
     @abstractmethod
-    def _run_until(self, is_over: Callable[[], bool]) -> None:
-        """Run steps until a condition holds, which is asked for between them."""
+    def _let_rest(self, rests: Callable[[], bool]) -> None:
+        """Run steps until the engine rests, which is asked for between them; this thread lets it go on later."""
 
     @also_from_vllm
     def sleep(self, level: int = 1, mode: str = "abort", tags: Sequence[str] | None = None) -> None:
@@ -41,7 +41,7 @@ class SleepMethods(ABC):
         Raises EngineAsleep for a level that this state does not allow, OutOfMemory without room for the weights, and
         gives nothing back then.
         """
-        self._run_until(lambda: self._is_done("sleep", level, mode, tags))
+        self._let_rest(lambda: self._is_done("sleep", level, mode, tags))
 
     @also_from_vllm
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -62,7 +62,7 @@ class SleepMethods(ABC):
 
         clear_cache: clear the prefix cache, and let running requests compute their KV cache again.
         """
-        self._run_until(lambda: self._is_done("pause", mode, clear_cache))
+        self._let_rest(lambda: self._is_done("pause", mode, clear_cache))
 
     @also_from_vllm
     def resume_generation(self) -> None:

@@ -23,6 +23,7 @@ from penstock.scheduler.services import SchedulerServices
 logger = logging.getLogger(__name__)
 # Reason for which a request waits while others finish.
 _PAUSE = "the end of a pause"
+_OF_THREADS = " Requests of other threads than the one that has let it rest may wait for that."
 # State of a core that sleeps by itself.
 _IDLE = EngineState(sleeping=PauseMode.KEEP, tags=MEMORY_TAGS, is_idle=True)
 
@@ -226,7 +227,10 @@ class SleepScheduling(SchedulerFeature):
             self._scheduler.let_rest(self, RUNNING)
 
     def _rest(self) -> None:
-        self._scheduler.let_rest(self, CoreState(self._state.name, self._state.is_idle))
+        state = self._state
+        is_pause = not state.is_idle and not state.undefined
+        why = f"Requests wait: the engine is {state.name}. {state.how_to_run}{_OF_THREADS}" if is_pause else ""
+        self._scheduler.let_rest(self, CoreState(state.name, state.is_idle, why, is_pause=is_pause))
 
     def _with_replaced_workers(self, call: RpcCall) -> list[Any] | None:
         """Call the workers; None if some are lost, which are replaced then."""
