@@ -38,10 +38,11 @@ _LOAD = "blocks from outside of the KV cache"
 _ELSEWHERE = -1
 # Step before all others: a block whose content is there.
 _BEFORE_ALL_STEPS = -2
-# Shortest interval at which blocks are saved beside steps, and at which a core with requests asks for the results.
-_SAVE_S, _ASK_S = 0.05, 0.02
-# Share of a core's time that saves take from the steps, each of which waits for its slowest thread.
-_SAVE_SHARE = 0.015
+# Interval at which a core with requests begins saves, and asks for the results.
+_ASK_S = 0.05
+# Share of a core's time that saves take from the steps, each of which waits for its slowest thread; and seconds of it
+# at once.
+_SAVE_SHARE, _MOST_AT_ONCE_S = 0.015, 0.005
 # Interval at which a core without requests asks.
 _IDLE_S = 0.01
 # Blocks that saves may hold at once, and their share of a pool.
@@ -97,12 +98,14 @@ class _Load:
 class _Save:
     """Block that is written. num_pending: ranks that have not answered. cost_s: the most of all ranks' results.
 
-    block: in the KV cache, if it is written from there. host_block: if it is written to host memory, or from there.
+    expected_s: cost by the pace; None for a save that need not keep to it. block: in the KV cache, if it is written
+    from there. host_block: if it is written to host memory, or from there.
     """
 
     target: Tier
     key: BlockKey
     num_pending: int
+    expected_s: float | None
     block: KVCacheBlock | None = None
     host_block: HostBlock | None = None
     has_failed: bool = False
@@ -110,31 +113,33 @@ class _Save:
 
 
 class _Pace:
-    """Pace of saves beside steps. next_at: seconds of `time.monotonic`. num_blocks: of the next saves.
+    """Pace of saves beside steps: CPU time that they may take, as it comes and is used.
 
-    is_kept: whether the present saves keep to it. Kernels that wait long for a thread, since saves take its core, go on
-    with fewer threads for a while. So saves are few at once.
+    Kernels that wait long for a thread, since saves take its core, go on with fewer threads for a while. So saves are
+    few at once.
     """
 
-    def __init__(self) -> None:
-        self.next_at, self.num_blocks, self.is_kept = 0.0, 1, False
-        self._begun_at, self._num_ended, self._cost_s = 0.0, 0, 0.0
+    def __init__(self, now: float) -> None:
+        self._now, self._credit_s = now, 0.0
+        # CPU time of a save; a guess before the first one.
+        self._cost_s = _MOST_AT_ONCE_S
 
-    def begin(self, now: float, *, is_kept: bool) -> None:
-        """Begin some saves."""
-        self.is_kept, self._begun_at, self._num_ended, self._cost_s = is_kept, now, 0, 0.0
-        self.next_at = now + _SAVE_S
+    def num_blocks(self, now: float) -> int:
+        """Number of blocks that may be saved now. now: seconds of `time.monotonic`."""
+        most = max(_MOST_AT_ONCE_S, self._cost_s)
+        self._credit_s = min(most, self._credit_s + (now - self._now) * _SAVE_SHARE)
+        self._now = now
+        return min(_MOST_SAVES, max(0, int(self._credit_s / self._cost_s))) if self._cost_s else _MOST_SAVES
 
-    def note(self, cost_s: float) -> None:
-        """Note that a save has ended."""
-        if not self.is_kept:
-            return
-        self._num_ended += 1
-        self._cost_s += cost_s
-        interval_s = self._cost_s / _SAVE_SHARE
-        self.next_at = self._begun_at + max(_SAVE_S, interval_s)
-        at_once = self._num_ended * _SAVE_S / interval_s if interval_s else _MOST_SAVES
-        self.num_blocks = max(1, min(_MOST_SAVES, int(at_once)))
+    def begin(self) -> float:
+        """Note that a save begins; return the CPU time that it is expected to take."""
+        self._credit_s -= self._cost_s
+        return self._cost_s
+
+    def end(self, expected_s: float, cost_s: float) -> None:
+        """Note the CPU time that a save has taken."""
+        self._credit_s += expected_s - cost_s
+        self._cost_s += (cost_s - self._cost_s) / 2 if cost_s else -self._cost_s
 
 
 class TierScheduling(SchedulerFeature):
@@ -174,7 +179,7 @@ class TierScheduling(SchedulerFeature):
         self._choice = LoadChoice(self._kv_cache.config, self._scheduler.measure_computing() if is_choosing else None)
         # Full blocks that may have to be saved, oldest first, with the last step that was launched before.
         self._fresh: OrderedDict[KVCacheBlock, tuple[BlockKey, int]] = OrderedDict()
-        self._pace = _Pace()
+        self._pace = _Pace(time.monotonic())
         # Other engines wait for blocks of one that listens.
         self._keeps_pace = config.kv_tiers.kv_listen is None
         self._ask_at = self._paused_until = 0.0
@@ -396,7 +401,7 @@ class TierScheduling(SchedulerFeature):
             self._fresh[block] = (block.key, last_launched)
             self._fresh.move_to_end(block)
 
-    def _save(self, most: int) -> None:
+    def _save(self, most: int, *, is_paced: bool) -> None:
         """Begin to write full blocks that are computed, and in no other tier yet: the oldest ones, so many at most."""
         steps, host = self._kv_cache.steps, self._host_memory
         is_idle = steps.last_done == steps.last_launched
@@ -421,7 +426,8 @@ class TierScheduling(SchedulerFeature):
             del self._fresh[block]
             if is_wanted:
                 self._blocks.hold(block, key[0])
-                self._begin_save(Tier.FOLDER if host_block is None else Tier.HOST, key, block, host_block)
+                target = Tier.FOLDER if host_block is None else Tier.HOST
+                self._begin_save(target, key, block, host_block, is_paced=is_paced)
                 num_saving += 1
                 most -= 1
 
@@ -434,12 +440,19 @@ class TierScheduling(SchedulerFeature):
         )
 
     def _begin_save(
-        self, target: Tier, key: BlockKey, block: KVCacheBlock | None, host_block: HostBlock | None
+        self,
+        target: Tier,
+        key: BlockKey,
+        block: KVCacheBlock | None,
+        host_block: HostBlock | None,
+        *,
+        is_paced: bool,
     ) -> None:
         """Write a block, which is held, from the KV cache, or from host memory."""
         source = Tier.HOST if block is None else Tier.KV_CACHE
-        move_id = self._queue(source, target, key, block, host_block)
-        self._saves[move_id] = _Save(target, key, self._num_ranks, block, host_block)
+        expected_s = self._pace.begin() if is_paced else None
+        move_id = self._queue(source, target, key, block, host_block, is_beside_steps=is_paced)
+        self._saves[move_id] = _Save(target, key, self._num_ranks, expected_s, block, host_block)
 
     def _end_save(self, save: _Save) -> None:
         """Release a block that is written. From host memory it goes on to the folder."""
@@ -454,7 +467,7 @@ class TierScheduling(SchedulerFeature):
             host_block.is_whole = True
             # Not if its weights are others by now.
             if self._is_for_folder(save.key) and host.find(save.key) is host_block:
-                self._begin_save(Tier.FOLDER, save.key, None, host_block)
+                self._begin_save(Tier.FOLDER, save.key, None, host_block, is_paced=save.expected_s is not None)
                 return
         host.release(host_block)
 
@@ -473,15 +486,14 @@ class TierScheduling(SchedulerFeature):
 
     def before_step(self) -> None:
         now = time.monotonic()
+        is_due = now >= self._ask_at
         if self._fresh:
             if not self._keeps_pace or not self._scheduler.has_unfinished_requests():
-                self._pace.begin(now, is_kept=False)
-                self._save(_MOST_SAVES)
-            elif not self._saves and now >= self._pace.next_at:
-                self._pace.begin(now, is_kept=True)
-                self._save(self._pace.num_blocks)
+                self._save(_MOST_SAVES, is_paced=False)
+            elif is_due:
+                self._save(self._pace.num_blocks(now), is_paced=True)
         is_awaited = self._waiting and self._scheduler.waiting_for(_LOAD)
-        if self._queued or (self._is_busy and (is_awaited or now >= self._ask_at)):
+        if self._queued or (self._is_busy and (is_awaited or is_due)):
             self._ask()
         if self._fresh or self._is_busy:
             self._idle_turns.want(_IDLE_S)
@@ -518,12 +530,18 @@ class TierScheduling(SchedulerFeature):
         return self._folders_of_ranks[0]
 
     def _queue(
-        self, source: Tier, target: Tier, key: BlockKey, block: KVCacheBlock | None, host_block: HostBlock | None
+        self,
+        source: Tier,
+        target: Tier,
+        key: BlockKey,
+        block: KVCacheBlock | None,
+        host_block: HostBlock | None,
+        *,
+        is_beside_steps: bool = False,
     ) -> int:
         move_id, self._next_move_id = self._next_move_id, self._next_move_id + 1
         block_id = 0 if block is None else block.block_id
         pieces = () if host_block is None else host_block.pieces
-        is_beside_steps = target is not Tier.KV_CACHE and self._pace.is_kept
         self._queued.append(Move(move_id, source, target, key, block_id, pieces, is_beside_steps))
         return move_id
 
@@ -577,7 +595,8 @@ class TierScheduling(SchedulerFeature):
                 self._note_written(result.num_bytes)
             if not save.num_pending:
                 del self._saves[result.move_id]
-                self._pace.note(save.cost_s)
+                if save.expected_s is not None:
+                    self._pace.end(save.expected_s, save.cost_s)
                 return (save,)
         return ()
 
@@ -595,9 +614,8 @@ class TierScheduling(SchedulerFeature):
         """Write all full blocks, as many at once as are held at once, and wait for them."""
         give_up_at = time.monotonic() + _LONGEST_END_S
         self._finish()
-        self._pace.begin(time.monotonic(), is_kept=False)
         while self._fresh and time.monotonic() < give_up_at:
-            self._save(_MOST_SAVES)
+            self._save(_MOST_SAVES, is_paced=False)
             if not self._is_busy:
                 return  # no step that computes the others is done
             self._finish()
