@@ -28,7 +28,7 @@ FEATURE = Feature(
         "kv_tier_loaded_bytes": "Bytes of the KV cache that were read from kv_offload_dir, of one rank.",
         "kv_tier_saved_bytes": "Bytes of the KV cache that were written to kv_offload_dir, of one rank.",
         "kv_tier_failed_loads": "Blocks of kv_offload_dir that could not be read, and were computed instead.",
-        "kv_tier_recomputed_tokens": "Tokens of prompts that were computed, since that was to be sooner than loading them.",
+        "kv_tier_recomputed_tokens": "Tokens of prompts that were computed, which was to be sooner than loading.",
         "kv_tier_copied_bytes": "Bytes of the KV cache that came from other engines (kv_peers).",
     },
     gauges={"kv_tier_folder_bytes": "Bytes of the files in kv_offload_dir, of all engines, as last counted."},
