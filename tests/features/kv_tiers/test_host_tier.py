@@ -36,7 +36,8 @@ GIB = 1 << 30
 
 @contextlib.contextmanager
 def engine(model: Path, host_bytes: int | None = 16 << 20, **options: Any) -> Iterator[EngineCore]:
-    core = make_core(model, kv_offloading_size=None if host_bytes is None else host_bytes / GIB, **options)
+    size = None if host_bytes is None else host_bytes / GIB
+    core = make_core(model, kv_offloading_size=size, kv_load_policy="always", **options)
     try:
         yield core
     finally:
@@ -117,6 +118,21 @@ def test_a_small_kv_cache_has_a_larger_one_behind_it(tmp_path: Path) -> None:
                 assert same(answers(core, [prompt]), [result])
                 core.scheduler.kv_cache.check_integrity()
         assert counter(core, "kv_host_hits") >= 2 * 80
+
+
+def test_preempted_requests_find_their_blocks_again(tmp_path: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    prompts = random_prompts([60] * 4, vocab_size=VOCAB)
+    with engine(tmp_path / "model", None) as core:
+        expected = answers(core, prompts, max_tokens=60)
+    with engine(tmp_path / "model", num_blocks=22, max_num_seqs=4) as core:
+        # At once, however long saves take beside the steps.
+        scheduler_side(core, TierScheduling)._keeps_pace = False
+        found = answers(core, prompts, max_tokens=60)
+        assert same(found, expected)
+        assert sum(result.num_preemptions for result in found) > 0
+        assert counter(core, "kv_host_loaded_bytes") > 0
+        core.scheduler.kv_cache.check_integrity()
 
 
 def test_blocks_go_on_to_the_folder_and_come_from_the_first_tier_that_has_them(tmp_path: Path) -> None:

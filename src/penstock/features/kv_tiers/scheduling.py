@@ -197,6 +197,8 @@ class TierScheduling(SchedulerFeature):
             return None
         if self._copies is not None and self._copies.begin(request):
             return PEER
+        if not self._kv_cache.has_room_for(request, self._kv_cache.get_computed_blocks(request)):
+            return None  # it is asked for again once it can be admitted
         self._tried[request.req_id] = request.num_preemptions
         was_loaded_ahead = self._ahead.pop(request.req_id, None) is not None
         return self._look_up(request, is_first=not was_loaded_ahead)
@@ -207,7 +209,7 @@ class TierScheduling(SchedulerFeature):
         hit = self._kv_cache.find_with(request, self._find)
         num_tokens = hit.num_tokens - local.num_tokens
         self._counts["external_prefix_cache_queries"] += request.num_tokens - local.num_tokens if is_first else 0
-        if num_tokens <= 0 or not (is_ahead or self._kv_cache.has_room_for(request, local)):
+        if num_tokens <= 0:
             return None
         keys = (block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE)
         wanted = [key for key in keys if key is not None and key not in self._loading]
