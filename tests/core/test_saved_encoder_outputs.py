@@ -137,17 +137,39 @@ def _no_space(*_: object) -> int:
     raise OSError(28, "No space left on device")
 
 
-def test_weights_that_came_later_and_named_items_keep_nothing(model: Path, name: str, folder: Path) -> None:
+def test_items_with_names_of_the_caller_keep_nothing(model: Path, name: str, folder: Path) -> None:
+    """Neither their features nor blocks of the KV cache: the name may be another item's in another engine."""
     first = prompts(model, name, 5)
     for prompt in first:
         named = [replace(item, key=NAMED + item.key) for item in prompt.items]
         prompt.parts = Parts.of([MediaPart(items=named)])
     with engine(model, folder) as core:
         run(core, first)
+        assert counts(core) == (3, 0)
+    assert not [path for path in folder.rglob("*-*") if path.is_file() and path.suffix != ".json"]
+    texts = [(f"{words(5, 6)} {PLACEHOLDERS.get(name, '<image>')}", [picture(40, 24, 1)])]
+    (unnamed,), (named_prompt,) = expanded(model, texts), expanded(model, texts, uuids=("cat",))
+    assert named_prompt.items[0].is_named
+    assert not unnamed.items[0].is_named
+
+
+def test_weights_that_came_later_keep_nothing(model: Path, name: str, folder: Path) -> None:
+    with engine(model, folder) as core:
         core.collective_rpc(RpcCall("reload_weights"))
         run(core, prompts(model, name, 20))
-        assert counts(core) == (6, 0)
+        assert counts(core) == (3, 0)
     assert not [one for one in blocks_in(folder) if one.about.get("content") == "encoder outputs"]
+
+
+def test_engines_that_read_media_in_another_way_share_nothing(model: Path, name: str, folder: Path) -> None:
+    """Equal files have equal keys, whatever an engine makes of them."""
+    given = prompts(model, name, 5)
+    with engine(model, folder) as core:
+        run(core, given)
+    with engine(model, folder, media_io_kwargs={"image": {"rgba_background_color": [0, 0, 0]}}) as core:
+        run(core, given)
+        assert counts(core) == (3, 0)
+        assert core.stats().counters["external_prefix_cache_hits"] == 0
 
 
 @pytest.mark.slow

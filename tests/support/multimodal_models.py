@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -409,8 +410,10 @@ class MediaPrompt:
         return [] if part is None else part.items
 
 
-def expanded(folder: Path, prompts: Sequence[tuple[str, Sequence[Image.Image]]]) -> list[MediaPrompt]:
-    """Texts with their images as the input processor makes them."""
+def expanded(
+    folder: Path, prompts: Sequence[tuple[str, Sequence[Image.Image]]], uuids: Sequence[str | None] = ()
+) -> list[MediaPrompt]:
+    """Texts with their images as the input processor makes them. uuids: names of each prompt's images."""
     tokenizer = load_tokenizer(folder)
     media = request_media(EngineConfig.create(str(folder), fast_paths="auto"), tokenizer)
     assert media is not None
@@ -421,6 +424,7 @@ def expanded(folder: Path, prompts: Sequence[tuple[str, Sequence[Image.Image]]])
         if not images:
             made.append(MediaPrompt(tokenizer.encode(text)))
             continue
-        token_ids, part = media.expand(LoadedPrompt([(one, None) for one in loaded], {}, text, None), tokenizer.encode)
+        items = list(zip_longest(loaded, uuids))
+        token_ids, part = media.expand(LoadedPrompt(items, {}, text, None), tokenizer.encode)
         made.append(MediaPrompt(token_ids, Parts.of([part])))
     return made

@@ -100,7 +100,9 @@ def _row(one: Blocks) -> tuple[str, ...]:
     used = "never" if one.last_used is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(one.last_used))
     rank = f"{about.get('rank', '?')} of {about.get('ranks', '?')}"
     size = format_bytes(one.num_bytes)
-    return one.model, rank, str(about.get("made", "?")), f"{one.num_blocks:,}", size, used
+    content = about.get("content")
+    model = one.model if content is None else f"{one.model} ({content})"
+    return model, rank, str(about.get("made", "?")), f"{one.num_blocks:,}", size, used
 
 
 def _as_json(one: Blocks) -> dict[str, Any]:
