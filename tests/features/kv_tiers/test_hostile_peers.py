@@ -262,3 +262,19 @@ def test_the_log_says_once_why_a_peer_has_nothing_to_copy(
             assert found(client, [path_of(1)]) == set()
     assert caplog.text.count("has no blocks that this engine can use") == (0 if expected is None else 1)
     assert expected is None or expected in caplog.text
+
+
+def test_a_peer_that_hangs_is_waited_for_once(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests that have found blocks there do not wait for their copies one after another."""
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.3)
+    _, ours = roots
+    answers: list[int] = []
+    with client_of(free_address(), ours) as client:
+        (address,) = client._addresses
+        for number in range(5):
+            client.copy(address, [path_of(number)], answers.append)
+        wait_until(lambda: len(answers) == 5, "the copies end")
+    assert answers == [0] * 5
+    assert caplog.text.count("it has not answered") == 1

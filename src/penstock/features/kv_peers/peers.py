@@ -242,8 +242,7 @@ class Peers:
 
     @property
     def can_be_asked(self) -> bool:
-        now = time.monotonic()
-        return any(self._paused.get(address, 0.0) <= now for address in self._addresses)
+        return not all(map(self._is_paused, self._addresses))
 
     def find(self, paths: Sequence[str], then: Callable[[str, set[str]], None]) -> None:
         """Find a peer that has some of these files; call `then` with its address and those that it has.
@@ -266,9 +265,8 @@ class Peers:
             job()
 
     def _find(self, paths: Sequence[str]) -> tuple[str, set[str]]:
-        now = time.monotonic()
         for address in self._addresses:
-            if self._paused.get(address, 0.0) > now:
+            if self._is_paused(address):
                 continue
             there: set[str] = set()
             try:
@@ -307,6 +305,8 @@ class Peers:
 
     def _copy(self, address: str, paths: Sequence[str]) -> int:
         total, unasked, missing = 0, list(reversed(paths)), set(paths)
+        if self._is_paused(address):
+            return 0  # another one has waited for it already
         try:
             with self._connected(address) as socket:
                 while missing:
@@ -333,6 +333,9 @@ class Peers:
         socket.rcvtimeo = socket.sndtimeo = int(_TIMEOUT_S * 1000)
         socket.connect(f"tcp://{address}")
         return socket
+
+    def _is_paused(self, address: str) -> bool:
+        return time.monotonic() < self._paused.get(address, 0.0)
 
     def _pause(self, address: str, error: Exception) -> None:
         logger.warning("The peer %s is not asked for blocks for %.0f s: %s", address, _PAUSE_S, error)
