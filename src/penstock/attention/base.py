@@ -93,6 +93,9 @@ class CacheBackend(ABC):
     # Whether a step in which all requests have equally many tokens depends on its tensors and on that number alone,
     # padding rows included, so that a graph captured in one step runs every step of the same padded sizes.
     is_capturable: ClassVar[bool] = False
+    # Whether a page of keys and values is its heads, one after another, so that pages of tensor-parallel ranks are
+    # parts of the page of all heads.
+    pages_are_heads: ClassVar[bool] = False
 
     @abstractmethod
     def view_pages(self, pages_NX: Tensor, spec: Any) -> Tensor:

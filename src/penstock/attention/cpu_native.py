@@ -37,6 +37,7 @@ class CpuNativeMetadata:
 class CpuNativeBackend(AttentionBackend):
     name = "cpu_native"
     keeps_metadata = True
+    pages_are_heads = True
     shares_positions = True
     attends_latents = True
     biases_distances = True

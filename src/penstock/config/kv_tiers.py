@@ -27,6 +27,8 @@ class KVTierConfig:
     kv_listen: address, as "host:port", at which other engines get blocks of this folder; None for none.
     kv_peers: addresses of other engines' `kv_listen`, as a list or "host:port,host:port", which are asked for blocks
         that are not in the folder.
+    kv_peers_other_ranks: take blocks of peers with another tensor_parallel_size too, whose shares of heads are put
+        together or split. They have other roundings, so tokens may differ from those that are computed.
     kv_secret_file: file with a secret of at least 16 characters, the same for all of these engines.
     """
 
@@ -36,6 +38,7 @@ class KVTierConfig:
     kv_load_policy: str = "faster"
     kv_listen: str | None = None
     kv_peers: Sequence[str] | str = ()
+    kv_peers_other_ranks: bool = False
     kv_secret_file: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -63,6 +66,10 @@ class KVTierConfig:
             raise ConfigError(f"kv_peers={self.kv_peers!r} is not valid. Allowed: a list of addresses, host:port.")
         peers = tuple(one.strip() for one in given if one.strip())
         object.__setattr__(self, "kv_peers", peers)
+        if not isinstance(self.kv_peers_other_ranks, bool):
+            raise ConfigError(f"kv_peers_other_ranks={self.kv_peers_other_ranks!r} is not valid. Allowed: True, False.")
+        if self.kv_peers_other_ranks and not peers:
+            raise ConfigError("kv_peers_other_ranks=True has no effect without kv_peers. Give them, or leave it out.")
         addresses = [("kv_peers", peer) for peer in peers]
         if self.kv_listen is not None:
             addresses.append(("kv_listen", self.kv_listen))

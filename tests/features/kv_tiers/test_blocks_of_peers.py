@@ -21,7 +21,7 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_files.files import LAYOUT
 from penstock.features.kv_peers import peers
-from penstock.features.kv_peers.peers import Peers, PeerServer
+from penstock.features.kv_peers.peers import Peers, PeerServer, Source
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, greedy, make_core, random_prompts, run
 
@@ -128,16 +128,16 @@ def test_another_secret_gets_no_answer(tmp_path: Path, monkeypatch: pytest.Monke
     server = PeerServer(tmp_path, address, SECRET, set)
     try:
         for secret, expected in ((SECRET, address), (b"another secret, as long", "")):
-            assert ask(secret, address, [path])[0] == expected
+            assert ask(secret, address, [path])[0].address == expected
     finally:
         server.close()
 
 
-def ask(secret: bytes, address: str, paths: list[str], root: Path = Path()) -> tuple[str, set[str]]:
+def ask(secret: bytes, address: str, paths: list[str], root: Path = Path()) -> tuple[Source, set[str]]:
     client = Peers(root, [address], secret)
     try:
-        answered: list[tuple[str, set[str]]] = []
-        client.find(paths, lambda *answer: answered.append(answer))
+        answered: list[tuple[Source, set[str]]] = []
+        client.find(paths, lambda source, there: answered.append((source, there)))
         give_up_at = time.monotonic() + 30
         while not answered and time.monotonic() < give_up_at:
             time.sleep(0.01)
@@ -171,6 +171,7 @@ def test_no_other_file_is_served(tmp_path: Path) -> None:
         ({"kv_listen": "7000"}, "kv_listen='7000' is not valid. Allowed: a host and a port"),
         ({"kv_peers": "there:70000"}, "kv_peers='there:70000' is not valid"),
         ({"kv_peers": ["there:7000"]}, "kv_peers='there:7000' needs kv_secret_file"),
+        ({"kv_peers_other_ranks": True}, "kv_peers_other_ranks=True has no effect without kv_peers"),
         ({"kv_listen": "there:7000", "kv_offload_dir": None}, "needs kv_offload_dir"),
         ({"kv_listen": "127.0.0.1:7000", "kv_secret_file": "/nowhere"}, "kv_secret_file='/nowhere' cannot be read"),
     ],
@@ -248,3 +249,49 @@ def test_a_copy_of_a_drafter_on_another_machine_is_the_same_drafter(tmp_path: Pa
         with engine(Path("demo"), "blocks", secret, speculative_config={**speculative, **changed}) as core:
             digests.append(Path(core.collective_rpc(RpcCall("kv_tier_folder"))[0]).name)
     assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+@pytest.mark.parametrize(("of_peer", "of_own"), [(2, 1), (1, 2)])
+def test_shares_of_heads_are_put_together_and_split_where_that_is_asked_for(
+    tmp_path: Path, secret: Path, cache: str, of_peer: int, of_own: int
+) -> None:
+    # Windows are groups of their own, of which a hit has the last blocks alone.
+    save_checkpoint(tiny_model("gemma2"), tmp_path / "model")
+    address = free_address()
+    own: dict[str, Any] = {"tensor_parallel_size": of_own, "kv_cache_dtype": cache}
+    with engine(tmp_path / "model", "zero", secret, **own) as zero:
+        expected = answers(zero)
+    others = {**own, "tensor_parallel_size": of_peer}
+    with engine(tmp_path / "model", "one", secret, kv_listen=address, **others) as one:
+        answers(one)
+        with (
+            driven(one),
+            engine(tmp_path / "model", "two", secret, kv_peers=address, kv_peers_other_ranks=True, **own) as two,
+        ):
+            found = answers(two)
+            assert count(two, "external_prefix_cache_hits") > 100
+            assert count(two, "kv_tier_failed_loads") == 0
+            two.scheduler.kv_cache.check_integrity()
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.tokens == theirs.tokens
+        for row, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert row == pytest.approx(other, abs=1e-4 if cache == "auto" else 1e-2)
+    # Shares that were fetched are gone, and no engine without the option takes what was made of them.
+    kinds = {path.parts[-3] for path in (tmp_path / "two").rglob("*") if path.is_file() and len(path.parts[-2]) == 2}
+    assert len(kinds) == of_own
+    with engine(tmp_path / "model", "two", secret, **own) as plain:
+        assert same(answers(plain), expected)
+        assert count(plain, "external_prefix_cache_hits") == 0
+
+
+@pytest.mark.parametrize("family", ["lfm2", "deepseek_v3"])
+def test_blocks_that_are_not_shares_of_heads_are_refused(tmp_path: Path, secret: Path, family: str) -> None:
+    save_checkpoint(tiny_model(family), tmp_path / "model")
+    options: dict[str, Any] = {"kv_peers": free_address(), "kv_peers_other_ranks": True}
+    with (
+        pytest.raises(ConfigError, match="kv_peers_other_ranks=True is not valid for this engine, whose blocks"),
+        engine(tmp_path / "model", "blocks", secret, **options),
+    ):
+        pass

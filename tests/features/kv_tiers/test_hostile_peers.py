@@ -19,7 +19,7 @@ import zmq
 
 from penstock.features.kv_files.files import LAYOUT
 from penstock.features.kv_peers import peers
-from penstock.features.kv_peers.peers import Peers, PeerServer
+from penstock.features.kv_peers.peers import Peers, PeerServer, Source
 from support.waiting import wait_until
 
 SECRET = b"a secret of some length"
@@ -65,14 +65,14 @@ def client_of(address: str, root: Path) -> Iterator[Peers]:
 
 def found(client: Peers, paths: list[str]) -> set[str]:
     answers: list[set[str]] = []
-    client.find(paths, lambda address, there: answers.append(there))
+    client.find(paths, lambda source, there: answers.append(there))
     wait_until(lambda: answers, "an answer")
     return answers[0]
 
 
 def copied(client: Peers, address: str, paths: list[str]) -> int:
     answers: list[int] = []
-    client.copy(address, paths, answers.append)
+    client.copy(Source(address), paths, answers.append)
     wait_until(lambda: answers, "copies")
     return answers[0]
 
@@ -274,7 +274,7 @@ def test_a_peer_that_hangs_is_waited_for_once(
     with client_of(free_address(), ours) as client:
         (address,) = client._addresses
         for number in range(5):
-            client.copy(address, [path_of(number)], answers.append)
+            client.copy(Source(address), [path_of(number)], answers.append)
         wait_until(lambda: len(answers) == 5, "the copies end")
     assert answers == [0] * 5
     assert caplog.text.count("it has not answered") == 1

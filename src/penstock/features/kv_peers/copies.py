@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.config.kv_tiers import KVTierConfig
+from penstock.contract import RpcCall
 from penstock.errors import ConfigError
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 
 if TYPE_CHECKING:
-    from penstock.features.kv_peers.peers import Peers, PeerServer
+    from penstock.features.kv_peers.peers import Peers, PeerServer, Source
 
 # Reason for which a request waits.
 PEER = "blocks of another engine"
@@ -62,7 +63,7 @@ class Copies:
         names = self._names(self._folder.paths_missing(request))
         if not names:
             return False
-        peers.find(names, lambda address, there: self._soon(lambda: self._copy(request, address, there)))
+        peers.find(names, lambda source, there: self._soon(lambda: self._copy(request, source, there)))
         return True
 
     def request_ended(self, request: Request) -> None:
@@ -73,7 +74,7 @@ class Copies:
             if side is not None:
                 side.close()
 
-    def _copy(self, request: Request, address: str, there: Collection[str]) -> None:
+    def _copy(self, request: Request, source: Source, there: Collection[str]) -> None:
         """Copy what the request's hit would have of a peer's blocks."""
         names: list[str] = []
         if there and self._services.scheduler.holds(request.req_id):
@@ -83,7 +84,7 @@ class Copies:
             self._services.scheduler.ready(request.req_id, PEER)
             return
         assert self._peers is not None
-        self._peers.copy(address, names, lambda num_bytes: self._soon(lambda: self._end_copy(request, num_bytes)))
+        self._peers.copy(source, names, lambda num_bytes: self._soon(lambda: self._end_copy(request, num_bytes)))
 
     def _end_copy(self, request: Request, num_bytes: int) -> None:
         self._folder.note_copied(num_bytes)
@@ -98,7 +99,11 @@ class Copies:
     def _connect(self, tiers: KVTierConfig) -> Peers:
         from penstock.features.kv_peers.peers import Peers
 
-        return Peers(self._root, tiers.kv_peers, tiers.read_secret())
+        takes_other_ranks = tiers.kv_peers_other_ranks
+        if takes_other_ranks:
+            # Refuses a model whose blocks are no shares of heads.
+            self._services.call_workers(RpcCall("kv_tier_folder"))
+        return Peers(self._root, tiers.kv_peers, tiers.read_secret(), takes_other_ranks=takes_other_ranks)
 
     def _listen(self, tiers: KVTierConfig) -> PeerServer | None:
         """Answer other engines. Of engines beside each other, which have one folder, the first one does."""

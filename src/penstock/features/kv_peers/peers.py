@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -26,6 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from penstock.errors import ConfigError, PenstockError
 from penstock.features.kv_files.files import LAYOUT, whole_file
 from penstock.features.kv_files.folder import about_in, folders_in
+from penstock.features.kv_peers.shares import Shares, shares_of
 
 logger = logging.getLogger(__name__)
 _PATH = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}}")
@@ -43,6 +44,13 @@ _CLOSED_S, _WARN_S = 1.0, 60.0
 _POLL_MS, _IDLE_MS = 5, 200
 # Fields of the description of blocks that are compared for the log.
 _COMPARED = ("model", "ranks", "block_size", "kv_cache_dtype", "max_model_len", "weight_version", "penstock")
+
+
+class Source(NamedTuple):
+    """Peer that has blocks. shares: how they are made of its ranks'; None where they are those of this engine's."""
+
+    address: str
+    shares: Shares | None = None
 
 
 class _Question(msgspec.Struct, frozen=True):
@@ -227,9 +235,13 @@ class _Connections:
 
 
 class Peers:
-    """Copies files of other engines' folders, in a thread. root: folder of this engine."""
+    """Copies files of other engines' folders, in a thread. root: folder of this engine.
 
-    def __init__(self, root: Path, addresses: Sequence[str], secret: bytes) -> None:
+    takes_other_ranks: make blocks of those of peers with another tensor parallel size, too.
+    """
+
+    def __init__(self, root: Path, addresses: Sequence[str], secret: bytes, *, takes_other_ranks: bool = False) -> None:
+        self._takes_other_ranks = takes_other_ranks
         self._root, self._addresses, self._secret = root, addresses, secret
         self._context = zmq.Context()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -244,16 +256,16 @@ class Peers:
     def can_be_asked(self) -> bool:
         return not all(map(self._is_paused, self._addresses))
 
-    def find(self, paths: Sequence[str], then: Callable[[str, set[str]], None]) -> None:
-        """Find a peer that has some of these files; call `then` with its address and those that it has.
+    def find(self, paths: Sequence[str], then: Callable[[Source, set[str]], None]) -> None:
+        """Find a peer that has some of these files; call `then` with it and those that it has.
 
-        then: called in the thread, with "" and no files if there is none.
+        then: called in the thread, without files if there is none.
         """
         self._jobs.put(lambda: then(*self._find(paths)))
 
-    def copy(self, address: str, paths: Sequence[str], then: Callable[[int], None]) -> None:
+    def copy(self, source: Source, paths: Sequence[str], then: Callable[[int], None]) -> None:
         """Copy files of a peer; call `then`, in the thread, with the bytes that have come."""
-        self._jobs.put(lambda: then(self._copy(address, paths)))
+        self._jobs.put(lambda: then(self._copy(source, paths)))
 
     def close(self) -> None:
         self._jobs.put(None)
@@ -264,34 +276,40 @@ class Peers:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def _find(self, paths: Sequence[str]) -> tuple[str, set[str]]:
+    def _find(self, paths: Sequence[str]) -> tuple[Source, set[str]]:
         for address in self._addresses:
             if self._is_paused(address):
                 continue
-            there: set[str] = set()
+            shares = None
             try:
                 with self._connected(address) as socket:
-                    for first in range(0, len(paths), _MOST_PATHS):
-                        asked = list(paths[first : first + _MOST_PATHS])
-                        socket.send(msgspec.msgpack.encode(_Question(asked)))
-                        there.update(
-                            path for path, is_there in zip(asked, _received(socket)[1], strict=True) if is_there
-                        )
-                    if not there:
+                    there = _those_there(socket, paths)
+                    if not there and self._takes_other_ranks:
+                        shares, there = self._find_shares(socket, paths)
+                    if not there and shares is None:
                         self._compare(address, socket, paths[0].split("/")[1])
             except Exception as error:  # whatever it is, the request that waits for the answer goes on
                 self._pause(address, error)
                 continue
             if there:
-                return address, there
-        return "", set()
+                return Source(address, shares), there
+        return Source(""), set()
+
+    def _find_shares(self, socket: zmq.Socket[bytes], paths: Sequence[str]) -> tuple[Shares | None, set[str]]:
+        """Files that can be made of those of a peer's ranks."""
+        digests = dict.fromkeys(path.split("/")[1] for path in paths)
+        shares = shares_of({digest: about_in(self._root / LAYOUT / digest) for digest in digests}, _abouts(socket))
+        if shares is None:
+            return None, set()
+        sources = {path: shares.sources_of(path) for path in paths}
+        there = _those_there(socket, list(dict.fromkeys(one for each in sources.values() for one in each)))
+        return shares, {path for path, each in sources.items() if there.issuperset(each)}
 
     def _compare(self, address: str, socket: zmq.Socket[bytes], digest: str) -> None:
         """Say once how a peer's blocks differ from this engine's, where it has none that this engine can use."""
         if (address, digest) in self._compared:
             return
-        socket.send(msgspec.msgpack.encode(_Question([], wants_about=True)))
-        theirs = msgspec.msgpack.decode(_received(socket)[1], type=dict[str, dict[str, Any]])
+        theirs = _abouts(socket)
         if not theirs:
             return  # it has computed nothing yet
         self._compared.add((address, digest))
@@ -303,7 +321,23 @@ class Peers:
                 _difference(theirs.values(), ours),
             )
 
-    def _copy(self, address: str, paths: Sequence[str]) -> int:
+    def _copy(self, source: Source, paths: Sequence[str]) -> int:
+        if source.shares is None:
+            return self._fetch(source.address, paths)
+        sources = dict.fromkeys(one for path in paths for one in source.shares.sources_of(path))
+        wanted = [one for one in sources if not (self._root / one).exists()]
+        self._fetch(source.address, wanted)
+        total = 0
+        for path in paths:
+            try:
+                total += source.shares.convert(self._root, path)
+            except Exception as error:  # whatever it is, the block is computed
+                logger.warning("A block of %s is not made of its shares: %s", source.address, error)
+        for one in wanted:
+            (self._root / one).unlink(missing_ok=True)
+        return total
+
+    def _fetch(self, address: str, paths: Sequence[str]) -> int:
         total, unasked, missing = 0, list(reversed(paths)), set(paths)
         if self._is_paused(address):
             return 0  # another one has waited for it already
@@ -349,6 +383,23 @@ def _received(socket: zmq.Socket[bytes]) -> tuple[str, bytes]:
     except zmq.Again as error:
         raise PenstockError(f"it has not answered for {_TIMEOUT_S:.0f} s") from error
     return path[0].decode() if path else "", answer
+
+
+def _those_there(socket: zmq.Socket[bytes], paths: Sequence[str]) -> set[str]:
+    """Files that a peer has."""
+    there: set[str] = set()
+    for first in range(0, len(paths), _MOST_PATHS):
+        asked = list(paths[first : first + _MOST_PATHS])
+        socket.send(msgspec.msgpack.encode(_Question(asked)))
+        flags = _received(socket)[1]
+        there.update(path for path, is_there in zip(asked, flags, strict=True) if is_there)
+    return there
+
+
+def _abouts(socket: zmq.Socket[bytes]) -> dict[str, dict[str, Any]]:
+    """Descriptions of a peer's blocks by their digest."""
+    socket.send(msgspec.msgpack.encode(_Question([], wants_about=True)))
+    return msgspec.msgpack.decode(_received(socket)[1], type=dict[str, dict[str, Any]])
 
 
 def _difference(theirs: Collection[Mapping[str, Any]], ours: Mapping[str, Any]) -> str:

@@ -17,8 +17,10 @@ import msgspec
 import torch
 from torch import Tensor
 
+from penstock.contract import MLAAttentionSpec
 from penstock.contract.memory_tags import KV_CACHE
 from penstock.device.limits import cpu_quota, physical_cores, usable_cpus
+from penstock.errors import ConfigError
 from penstock.features.kv_files.files import (
     DamagedBlock,
     folder_of,
@@ -68,6 +70,7 @@ class TierWorker(WorkerFeature):
         # Copies to host memory do not wait for the disk.
         self._copies = ThreadPoolExecutor(1, "kv-tier-copy")
         self._digest: str | None = None
+        self._kind: str | None = None
         # Weights that are not those of the start are known to this process alone, and so are their folders: that of
         # the present ones, and those of earlier ones, which are removed.
         self._nonce = secrets.token_hex(8)
@@ -83,7 +86,14 @@ class TierWorker(WorkerFeature):
         """Folder of the blocks of this rank, as its weights are now; its name alone without `kv_offload_dir`."""
         services = self._services
         if self._digest is None:
-            self._digest = digest_of(_what_blocks_depend_on(services, self._kv_cache))
+            depends = _what_blocks_depend_on(services, self._kv_cache)
+            self._digest, self._kind = digest_of(depends), _kind_of(depends, services, self._kv_cache)
+            if self._kind is None and services.config.kv_tiers.kv_peers_other_ranks:
+                raise ConfigError(
+                    "kv_peers_other_ranks=True is not valid for this engine, whose blocks are not shares of heads: it "
+                    "needs attention to keys and values in all layers, by the C++ kernels of the CPU, and neither "
+                    "pipeline_parallel_size nor decode_context_parallel_size. Leave it out."
+                )
         version = 0 if services.updates is None else services.updates.version
         digest = self._digest if not version else digest_of({"of": self._digest, self._nonce: version})
         root = services.config.kv_tiers.folder
@@ -107,6 +117,9 @@ class TierWorker(WorkerFeature):
             "model": str(config.model.model),
             "rank": self._services.rank,
             "ranks": config.parallel.world_size,
+            "tensor_parallel_size": config.parallel.tensor_parallel_size,
+            "kind": None if version else self._kind,
+            "page_bytes": _page_bytes(self._kv_cache),
             "weight_version": version,
             "block_size": config.cache.block_size,
             "max_model_len": config.model.planned_context,
@@ -230,7 +243,7 @@ def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> 
         "dtype": str(services.dtype),
         "groups": groups,
         "backends": [group.backend.name for group in kv_cache.groups],
-        "page_bytes": [[page.nbytes for page in kv_cache.pages_of_block(index, 0)] for index in range(len(groups))],
+        "page_bytes": _page_bytes(kv_cache),
         "processing": media_processing(config),
         "seed": model.seed if config.load.load_format == "dummy" else None,
         "drafter": None
@@ -245,4 +258,30 @@ def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> 
             parallel.cp_kv_cache_interleave_size,
             parallel.enable_sp,
         ),
+        # These blocks have the roundings of other ranks.
+        **({"other_ranks": True} if config.kv_tiers.kv_peers_other_ranks else {}),
     }
+
+
+def _page_bytes(kv_cache: PagedKVCache) -> list[list[int]]:
+    """Bytes of the pages of a block, by group and layer."""
+    return [[page.nbytes for page in kv_cache.pages_of_block(index, 0)] for index in range(len(kv_cache.groups))]
+
+
+def _kind_of(depends: dict[str, Any], services: WorkerServices, kv_cache: PagedKVCache) -> str | None:
+    """Digest of what the blocks of all tensor-parallel ranks together depend on; None for those that are not heads.
+
+    depends: what the blocks of this rank depend on.
+    """
+    parallel, groups = services.config.parallel, [msgspec.to_builtins(group) for group in kv_cache.config.groups]
+    size = parallel.tensor_parallel_size
+    are_heads = all(group.backend.pages_are_heads for group in kv_cache.groups) and not any(
+        isinstance(group.spec, MLAAttentionSpec) for group in kv_cache.config.groups
+    )
+    if not are_heads or parallel.world_size != size or parallel.decode_context_parallel_size > 1:
+        return None
+    for group in groups:
+        # Heads that several ranks have make another kind.
+        group["spec"]["num_kv_heads"] *= size
+    page_bytes = [[num_bytes * size for num_bytes in of_group] for of_group in depends["page_bytes"]]
+    return digest_of({**depends, "groups": groups, "page_bytes": page_bytes, "ranks": None, "other_ranks": None})
