@@ -47,6 +47,7 @@ def fall_idle(core: EngineCore) -> None:
 
     wait_until(is_idle, "the core sleeps by itself")
     assert are_zeroed(core)
+    assert (call(core, "is_sleeping"), call(core, "is_paused")) == (True, False)
 
 
 def are_zeroed(core: EngineCore) -> bool:
@@ -60,10 +61,12 @@ def test_a_pause_of_an_idle_core_leaves_it_asleep_and_calls_find_their_memory(co
     until_done(core, "pause", "keep")
     assert state_of(core).name == "paused (keep)"
     assert are_zeroed(core)
+    assert (call(core, "is_sleeping"), call(core, "is_paused")) == (True, True)
     # Weights that come during the pause are not overwritten by those of the sleep.
     call(core, "reload_weights")
     assert not are_zeroed(core)
     assert state_of(core).name == "paused (keep)"
+    assert (call(core, "is_sleeping"), call(core, "is_paused")) == (False, True)
     core.collective_rpc(RpcCall(_double_the_head))
     call(core, "resume")
     changed = said(core)

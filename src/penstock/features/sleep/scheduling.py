@@ -185,12 +185,15 @@ class SleepScheduling(SchedulerFeature):
         return [None]
 
     def engine_state(self) -> list[EngineState]:
-        """The state of this core, whatever has made its weights undefined."""
+        """The state of this core, whatever has made its weights undefined, with the memory that it has given back."""
         self._runs_again()
+        state = self._state
+        if self._given_back_by_itself(state):
+            state = replace(state, tags=self._asleep, is_idle=True)
         if WEIGHTS in self._asleep or self._services.has_lost_workers():
-            return [self._state]
+            return [state]
         texts = self._call(RpcCall("why_weights_undefined"))
-        return [replace(self._state, undefined=_first(texts) or "")]
+        return [replace(state, undefined=_first(texts) or "")]
 
     @property
     def _has_drained(self) -> bool:

@@ -31,7 +31,7 @@ class EngineState(msgspec.Struct, frozen=True):
 
     paused: mode of a pause that `resume` ends; None without one. sleeping: mode of a sleep, until all memory is back.
     tags: memory that is not there. level: of the sleep: 2 if the weights come from the caller afterwards.
-    is_idle: it sleeps by itself, until the next request. undefined: why there are no weights to compute with; "" if
+    is_idle: it sleeps by itself, until the next request; also below a pause. undefined: why there are no weights to compute with; "" if
     there are.
     """
 
@@ -56,7 +56,7 @@ class EngineState(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """Name for people, such as "sleeping (level 1: weights, kv_cache)"."""
-        if self.tags:
+        if self.tags and not (self.is_idle and self.paused):
             return f"sleeping ({'idle, ' if self.is_idle else ''}level {self.level}: {', '.join(self.tags)})"
         if self.undefined:
             return "weights undefined"
