@@ -19,6 +19,7 @@ import penstock
 from penstock import LLM, SamplingParams
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import LifecycleError, ProcessLost, WeightTransferFailed
+from penstock.worker.worker import Worker
 from support.checkpoints import tiny_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_path(reason="both paths read the same memory")]
@@ -167,3 +168,59 @@ def test_in_updates_that_a_trainer_begins_and_ends(
     llm.update_weights(info)
     llm.finish_weight_update()
     assert said(llm) == expected[1]
+
+
+class DiesAfterLoading(Worker):
+    """Ends its process once all weights have come, before it answers, while a file is there."""
+
+    def load_weights(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().load_weights(*args, **kwargs)
+        mark = Path(os.environ["PENSTOCK_TEST_DIES"])
+        if mark.exists() and not self.updates.status()["is_updating"]:
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before it", "after it"])
+def test_the_only_core_in_the_last_call(
+    folders: tuple[Path, Path],
+    expected: list[list[list[int]]],
+    is_kept: bool,
+    is_done: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mark = tmp_path / "dies"
+    monkeypatch.setenv("PENSTOCK_TEST_DIES", str(mark))
+    kept = {"backend": "files", **({"recovery": "keep", "recovery_dir": str(tmp_path / "kept")} if is_kept else {})}
+    dying = {"worker_cls": f"{__name__}.DiesAfterLoading"} if is_done else {}
+    llm = engine(folders[0], enable_multiprocessing=True, weight_transfer_config=kept, **dying)
+    old, new = map(items_of, folders)
+
+    def lose(items: Items) -> None:
+        llm.load_weights(items[:-1])
+        if is_done:
+            mark.touch()
+            with pytest.raises((ProcessLost, WeightTransferFailed)):
+                llm.load_weights(items[-1:])
+        else:
+            killed_meanwhile(llm, 0, lambda: llm.load_weights(items[-1:]))
+
+    # No update was answered: the weights are those before it.
+    lose(new)
+    assert said(llm) == expected[0]
+    assert llm.get_weight_version() == 0
+    llm.load_weights(new)
+    assert said(llm) == expected[1]
+    lose(old)
+    if is_kept:
+        # Those that were kept before the core was lost are the newest ones.
+        assert said(llm) == expected[0 if is_done else 1]
+        assert llm.get_weight_version() == (2 if is_done else 1)
+    else:
+        with pytest.raises(LifecycleError, match="a worker was lost, and the weights of version 1 with it"):
+            said(llm)
+    llm.load_weights(old)
+    assert said(llm) == expected[0]
+    llm.close()

@@ -31,8 +31,8 @@ class EngineState(msgspec.Struct, frozen=True):
 
     paused: mode of a pause that `resume` ends; None without one. sleeping: mode of a sleep, until all memory is back.
     tags: memory that is not there. level: of the sleep: 2 if the weights come from the caller afterwards.
-    is_idle: it sleeps by itself, until the next request; also below a pause. undefined: why there are no weights to compute with; "" if
-    there are.
+    is_idle: it sleeps by itself, until the next request; also below a pause. undefined: why there are no weights to
+    compute with; "" if there are.
     """
 
     paused: PauseMode | None = None

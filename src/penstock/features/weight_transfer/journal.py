@@ -13,9 +13,12 @@ from torch import Tensor
 
 from penstock.config import ModelConfig
 from penstock.errors import CheckpointError
+from penstock.features.weight_transfer.state import WeightsState
 
 # Bytes of tensors that are held before they are written.
 _FILE_BYTES = 256 << 20
+# Name of a complete checkpoint, before its version.
+_COMPLETE = "version-"
 
 
 class Journal:
@@ -31,7 +34,7 @@ class Journal:
         self._held_bytes = 0
         self._files: dict[str, str] = {}
         self._arriving = folder / "arriving"
-        complete = [path for path in folder.glob("version-*") if path.is_dir()]
+        complete = [path for path in folder.glob(f"{_COMPLETE}*") if path.is_dir()]
         newest = max(complete, key=lambda path: path.stat().st_mtime_ns, default=None)
         self.newest: str | None = None if newest is None else str(newest)
         self.version: int | None = None
@@ -53,7 +56,7 @@ class Journal:
 
     def finish(self, version: int) -> None:
         """Complete the checkpoint, which takes the place of the newest one."""
-        complete = self._folder / f"version-{version}"
+        complete = self._folder / f"{_COMPLETE}{version}"
         if not self._is_writer:
             self.newest, self.version = str(complete), version
             return
@@ -71,6 +74,14 @@ class Journal:
     def folder_of(self, version: int) -> str | None:
         """Folder with the weights of a version; None if they are not kept."""
         return self.newest if self.version == version else None
+
+    def newer(self, state: WeightsState) -> WeightsState:
+        """The state of weights that were kept after these, by a process that was lost before it could say so."""
+        if state.folder is None or self.newest in (None, state.folder):
+            return state
+        assert self.newest is not None, "another folder"
+        version = int(Path(self.newest).name.removeprefix(_COMPLETE))
+        return WeightsState(version, state.num_updates + 1, is_pushed=True, folder=self.newest)
 
     def _write(self) -> None:
         if not self._held:

@@ -94,6 +94,8 @@ class WeightTransferWorker(WorkerFeature):
         Those that no trainer has sent are the ones with which this worker has started.
         """
         updates = self._updates
+        if self._journal is not None and state.is_pushed:
+            state = self._journal.newer(state)
         try:
             if state.is_pushed:
                 if state.folder is None or self._load_folder is None:
