@@ -88,6 +88,7 @@ def run(tmp_path: Path) -> Run:
 
 @pytest.mark.parametrize("form", [own, batch])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was(run: Run, form: Any, number: int) -> None:
     run.source.write_text(jsonl(*form(*LENGTHS)))
     exit_code, err = run.end(number, 3)

@@ -93,6 +93,7 @@ def test_prefill_has_no_time_per_output_token(tmp_path: Path) -> None:
     assert "time per output token" not in table
 
 
+@pytest.mark.slow
 def test_startup_is_the_sum_of_its_phases(tmp_path: Path) -> None:
     report, table = figures(tmp_path, "startup", "--num-iters=1")
     results = report["results"]
@@ -142,6 +143,7 @@ def test_bad_input_says_what_is_allowed(arguments: list[str], code: int, message
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
     arguments = f"startup {' '.join(QUICK)} --num-iters 1"
     command = f"{sys.executable} -m penstock.cli bench {arguments} | true; exit ${{PIPESTATUS[0]}}"

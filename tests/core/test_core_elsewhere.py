@@ -32,6 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(folder, byte_level_tokenizer())
 
 
+@pytest.mark.slow
 def test_an_offline_engine_over_it_gives_the_same_texts_and_calls_its_workers(folder: Path) -> None:
     params = [SamplingParams(max_tokens=12, seed=1, logprobs=2), SamplingParams(max_tokens=8, seed=2, n=2)]
     prompts: list[Prompt] = [{"prompt_token_ids": prompt} for prompt in PROMPTS[:2]]

@@ -75,6 +75,7 @@ def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, folder, save_multimodal(folder, request.param)
 
 
+@pytest.mark.each_value_quick
 def test_answers_equal_those_of_transformers(seeing: tuple[str, Path, Any]) -> None:
     name, folder, model = seeing
     processor = read_processor(folder, MODEL_TYPES[name])

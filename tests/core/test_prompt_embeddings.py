@@ -99,6 +99,7 @@ def width_of(model: PreTrainedModel) -> int:
     return int(model.get_input_embeddings().embedding_dim)
 
 
+@pytest.mark.each_value_quick
 def test_answers_equal_those_of_transformers(model: tuple[PreTrainedModel, Path]) -> None:
     oracle, folder = model
     rows = [embeddings(length, width_of(oracle)) for length in LENGTHS]

@@ -65,6 +65,7 @@ def test_the_answer_is_the_same_without_standard_streams(tmp_path: Path, folder:
     assert num_ranks == 1 or len(descriptors) >= 3 * num_ranks
 
 
+@pytest.mark.slow
 def test_a_model_loads_in_a_process_that_began_without_standard_error(folder: Path) -> None:
     script = f"""
 import sys

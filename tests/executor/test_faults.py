@@ -175,6 +175,7 @@ def test_a_parent_that_is_killed_leaves_no_process_memory_or_file(folder: Path, 
         assert not {path for path in set(Path("/dev/shm").iterdir()) - shared_before if "penstock" in path.name}
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_while_no_call_waits_is_replaced_before_the_next_step(
     folder: Path, undisturbed: list[Result], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -364,6 +364,7 @@ except MemoryError:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.slow
 def test_a_product_needs_no_memory_to_work_in_and_a_choice_without_it_is_refused_rather_than_wrong() -> None:
     done = subprocess.run([sys.executable, "-c", OUT_OF_MEMORY], capture_output=True, text=True, check=True)
     assert done.stdout == "400000\nrefused\n"
@@ -386,6 +387,7 @@ print(all(torch.equal(one, other) for one, other in zip(*made, strict=True)))
 """
 
 
+@pytest.mark.slow
 def test_what_threads_that_the_system_does_not_grant_were_to_do_is_done_by_the_others() -> None:
     environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
     done = subprocess.run(

@@ -76,6 +76,7 @@ def test_it_is_there_from_the_first_byte_to_the_last() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
+@pytest.mark.slow
 def test_memory_that_cannot_be_had_is_refused_with_the_amounts_and_a_way_out() -> None:
     result = run(LIMITED + PROGRAM)
     assert (result.returncode, result.stderr) == (0, "")
@@ -96,6 +97,7 @@ def test_a_full_file_system_is_refused_before_anybody_is_killed(tmp_path: Path) 
     assert rest == f"sum {7 * 32768}"
 
 
+@pytest.mark.slow
 def test_an_engine_without_room_for_it_does_not_start_and_says_so() -> None:
     result = run(LIMITED + ENGINE)
     assert result.returncode == 1

@@ -103,6 +103,7 @@ class Faults:
     moves=st.lists(MOVES.filter(lambda move: move[0] != "hold"), min_size=8, max_size=50),
     wanted_faults=FAULTS,
 )
+@pytest.mark.slow
 def test_a_fault_ends_one_request_and_no_block_is_lost_or_shared_wrongly(
     setup: dict[str, Any],
     wanted: list[dict[str, Any]],

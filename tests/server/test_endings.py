@@ -52,6 +52,7 @@ def ends_at(server: ServerProcess, number: signal.Signals) -> None:
     ("number", "num_workers"),
     [(signal.SIGTERM, 0), pytest.param(signal.SIGINT, 0, marks=SLOW), pytest.param(signal.SIGTERM, 2, marks=SLOW)],
 )
+@pytest.mark.slow
 def test_a_signal_ends_a_server_whose_core_loads_slowly(
     start: Callable[..., ServerProcess], tmp_path: Path, number: signal.Signals, num_workers: int
 ) -> None:

@@ -168,6 +168,7 @@ def test_front_ends_share_stored_responses_which_survive_them(start: Callable[..
             assert users == [str(number) for number in range(8)]
 
 
+@pytest.mark.slow
 def test_sigterm_lets_streams_finish_and_exits_with_0(start: Callable[..., ServerProcess]) -> None:
     server = start("--max-num-seqs", "8")
 
@@ -263,6 +264,7 @@ def test_a_second_signal_ends_the_server_at_once(start: Callable[..., ServerProc
     assert "It is replaced" not in server.text
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_start_says_why_and_exits_with_an_error(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "log", "--kv-cache-memory-bytes", "1KiB")
     try:

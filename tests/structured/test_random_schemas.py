@@ -98,6 +98,7 @@ def _check(validator: Any, schema: Any, text: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
+@pytest.mark.slow
 def test_nothing_passes_that_is_not_valid(seed: int) -> None:
     maker, generator = Maker(seed), np.random.default_rng(seed)
     num_accepted = num_passed = num_drawn = 0

@@ -111,6 +111,7 @@ def _is_of_unknown_format(schema: str) -> bool:
 
 
 @pytest.mark.parametrize("name", [SUITE, REAL])
+@pytest.mark.slow
 def test_a_fifth_of_a_file(name: str) -> None:
     check_part(name, every=5, num_outputs=0)
 

@@ -44,6 +44,7 @@ def wait_for_the_end_of(pids: list[int]) -> None:
     wait_until(lambda: not any(map(psutil.pid_exists, pids)), "all end with their program")
 
 
+@pytest.mark.slow
 def test_a_script_needs_no_main_guard_and_no_close_and_exits_silently(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     program = f"""
@@ -57,6 +58,7 @@ def test_a_script_needs_no_main_guard_and_no_close_and_exits_silently(tmp_path: 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow
 def test_cores_end_with_their_program_even_while_they_stand_still(tmp_path: Path, number: signal.Signals) -> None:
     model = write_model(tmp_path / "model")
     program = f"""
@@ -147,6 +149,7 @@ SENDING = """
 SENT = "runs\n[5, 5, 5] [Found(name='OnlyFives', is_elsewhere=True)] [0]\n[True]\n"
 
 
+@pytest.mark.slow
 def test_functions_and_classes_of_a_script_reach_cores_and_workers_and_answers_come_back(tmp_path: Path) -> None:
     """Without a `__main__` guard: only the script's own process runs it."""
     out, err = start(tmp_path, SENDING).communicate(timeout=LIMIT_S)

@@ -329,6 +329,7 @@ def test_no_weight_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.slow
 def test_a_plan_takes_no_memory_to_speak_of(tmp_path: Path) -> None:
     """A model of 70 billion parameters is planned in little memory and time."""
     shape = {"hidden_size": 8192, "intermediate_size": 28_672, "num_hidden_layers": 80, "vocab_size": 128_256}

@@ -384,6 +384,7 @@ def test_interrupts_are_for_the_program_whatever_its_core_is_doing(tmp_path: Pat
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.slow
 def test_no_core_outlives_its_program(tmp_path: Path, end: str) -> None:
     model = write_model(tmp_path / "model")
     source = f"""

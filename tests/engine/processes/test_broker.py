@@ -119,6 +119,7 @@ def test_two_front_ends_get_the_tokens_of_an_engine_in_this_process(
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_streams_go_on_after_the_loss_of_the_broker(
     start: Callable[..., BrokerUnderTest], config: EngineConfig, sent: signal.Signals
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_full_queue_refuses_requests_until_it_has_room(start: Callable[..., Br
     assert broker.statuses[-1].num_refused >= 2
 
 
+@pytest.mark.slow
 def test_admitted_requests_stay_admitted_after_the_loss_of_the_broker(start: Callable[..., BrokerUnderTest]) -> None:
     async def run() -> None:
         async with broker.connect() as engine:
@@ -238,6 +240,7 @@ def test_admitted_requests_stay_admitted_after_the_loss_of_the_broker(start: Cal
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
+@pytest.mark.slow
 def test_a_broker_sends_heartbeats_during_a_long_call(
     start: Callable[..., BrokerUnderTest], config: EngineConfig
 ) -> None:
@@ -267,6 +270,7 @@ def test_two_requests_of_one_id_are_refused_also_from_two_front_ends(start: Call
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
+@pytest.mark.slow
 def test_the_broker_ends_with_the_cause_when_its_core_has_failed_for_good(
     start: Callable[..., BrokerUnderTest],
 ) -> None:

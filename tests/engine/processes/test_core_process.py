@@ -342,6 +342,7 @@ def test_what_a_core_that_stands_still_does_not_read_is_not_waited_for_forever(s
         core.add_request(request("b", prompt_token_ids=[7] * 5_000_000))
 
 
+@pytest.mark.slow
 def test_what_keeps_a_core_from_starting_is_raised(config: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="out of luck") as raised:
         CoreGroup(config, not_starting)
