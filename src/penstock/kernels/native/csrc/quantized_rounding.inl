@@ -3,6 +3,9 @@
 // layers/quantization/quantize.py is its specification, bit for bit: sums are added in that order, and products that are
 // added to something are rounded first. A lane is an output, so a group is a vector for each of its inner elements.
 
+// Of lambdas, which would otherwise be called for each vector.
+#define PENSTOCK_ALWAYS __attribute__((always_inline))
+
 namespace PENSTOCK_NAMESPACE {
 
 PENSTOCK_INLINE Vec widened(const float* from) { return load(from); }
@@ -14,15 +17,25 @@ PENSTOCK_INLINE Vec widened(const Bfloat16* from) {
 }
 
 PENSTOCK_INLINE Vec magnitude(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
-PENSTOCK_INLINE Vec nearest(Vec x) { return (x + kMagic) - kMagic; }
+PENSTOCK_INLINE Vec nearest(Vec x) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 8
+  return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+  return (x + kMagic) - kMagic;
+#endif
+}
 PENSTOCK_INLINE Vec within(Vec x, float low, float high) { return min(max(x, splat(low)), splat(high)); }
 PENSTOCK_INLINE Vec rounded_product(Vec a, Vec b) {
   Vec product = a * b;
+#if defined(PENSTOCK_FMA_REGISTER)
+  asm("" : "+" PENSTOCK_FMA_REGISTER(product));
+#else
   PENSTOCK_NEEDED_NOW(product);
+#endif
   return product;
 }
-// Zero scales, of groups that are all zero or constant, divide by 1.
-PENSTOCK_INLINE Vec divisor_of(Vec scale) { return scale == Vec{} ? splat(1.0f) : scale; }
 
 // Outputs of a vector and inner elements of a group that are inside the weight; the packed ones beyond are zero.
 struct Inside {
@@ -70,24 +83,47 @@ PENSTOCK_INLINE Vec store_narrow(uint8_t* to, Vec x, IntVec& not_finite) {
   return load(reinterpret_cast<const Float16*>(to));
 }
 
-// Rounds (x - minimum) / scale to the nearest integers in a range, as floats. Products with the inverse are used where
-// they round to the same integers: none is as near to the middle of two integers as the product may be off.
+// Rounding of (x - minimum) / scale to the nearest integers of a range.
+template <int kLow, int kHigh>
+class Rounding {
+ public:
+  Rounding(Vec scale, Vec minimum) : minimum_(minimum), divisor_(scale == Vec{} ? splat(1.0f) : scale) {
+    inverse_ = 1.0f / divisor_;
+    const Vec size = magnitude(divisor_);
+    takes_products_ = !any((size < splat(0x1p-100f)) | (size > splat(0x1p100f)));
+  }
+
+  // Returns run(round), where round(x) is an integer as a float. Products with the inverse take the place of divisions,
+  // unless a product is so near to the middle of two integers that the quotient may round to the other one.
+  template <class Run>
+  PENSTOCK_ALWAYS auto with(const Run& run) const {
+    if (takes_products_) {
+      Vec farthest{};
+      const auto result = run([&](Vec x) PENSTOCK_ALWAYS {
+        const Vec quotient = within((x - minimum_) * inverse_, kLow, kHigh), integer = nearest(quotient);
+        farthest = max(magnitude(quotient - integer), farthest);
+        return integer;
+      });
+      if (!any(farthest > splat(0.5f - kOff))) return result;
+    }
+    return run([&](Vec x) PENSTOCK_ALWAYS { return nearest(within((x - minimum_) / divisor_, kLow, kHigh)); });
+  }
+
+ private:
+  // More than the difference of quotient and product: three roundings of numbers up to 128, or up to 16.
+  static constexpr float kOff = kHigh > 16 ? 0x1p-15f : 0x1p-18f;
+
+  Vec minimum_, divisor_, inverse_;
+  bool takes_products_;
+};
+
 template <int kLow, int kHigh>
 PENSTOCK_INLINE void round_on_grid(const Vec* group, Vec scale, Vec minimum, Vec* integers) {
-  constexpr float kOff = kHigh > 16 ? 0x1p-15f : 0x1p-18f;
-  const Vec divisor = divisor_of(scale), size = magnitude(divisor);
-  if (!any((size < splat(0x1p-100f)) | (size > splat(0x1p100f)))) {
-    const Vec inverse = 1.0f / divisor;
-    Vec farthest{};
+  Rounding<kLow, kHigh>(scale, minimum).with([&](auto round) PENSTOCK_ALWAYS {
 #pragma GCC unroll 4
-    for (int k = 0; k < kGroup; ++k) {
-      const Vec quotient = within((group[k] - minimum) * inverse, kLow, kHigh);
-      integers[k] = nearest(quotient);
-      farthest = max(magnitude(quotient - integers[k]), farthest);
-    }
-    if (!any(farthest > splat(0.5f - kOff))) return;
-  }
-  for (int k = 0; k < kGroup; ++k) integers[k] = nearest(within((group[k] - minimum) / divisor, kLow, kHigh));
+    for (int k = 0; k < kGroup; ++k) integers[k] = round(group[k]);
+    return true;
+  });
 }
 
 // Four integers of each lane as bytes.
@@ -120,41 +156,50 @@ struct Grid {
   Vec scale, minimum;
 };
 
-// Sums of the lanes of kGroup / 2 vectors, added by halves.
-PENSTOCK_INLINE Vec sum_by_halves(Vec (&sums)[kGroup / 2]) {
-#pragma GCC unroll 4
-  for (int half = kGroup / 4; half > 0; half /= 2)
-    for (int k = 0; k < half; ++k) sums[k] += sums[k + half];
-  return sums[0];
-}
-
-// Sum of what `number` returns for the inner elements.
+// Sum of number(k) over the inner elements, added by halves.
 template <class Number>
 PENSTOCK_INLINE Vec sum_of_group(const Number& number) {
-  Vec sums[kGroup / 2];
-#pragma GCC unroll 2
-  for (int k = 0; k < kGroup / 2; ++k) sums[k] = number(k) + number(k + kGroup / 2);
-  return sum_by_halves(sums);
+  static_assert(kGroup == 32);
+  Vec sums[4];
+  for (int k = 0; k < 4; ++k) {
+    const Vec first = (number(k) + number(k + 16)) + (number(k + 8) + number(k + 24));
+    const Vec second = (number(k + 4) + number(k + 20)) + (number(k + 12) + number(k + 28));
+    sums[k] = first + second;
+  }
+  return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-PENSTOCK_INLINE Vec squared_error(const Vec* group, const Grid& grid, const Vec* integers) {
-  return sum_of_group([&](int k) {
-    const Vec error = rounded_product(integers[k], grid.scale) + grid.minimum - group[k];
-    return rounded_product(error, error);
+// Squared error of the weights that a grid has integers for.
+PENSTOCK_INLINE Vec squared_error(const Vec* group, const Grid& grid) {
+  return Rounding<0, 15>(grid.scale, grid.minimum).with([&](auto round) PENSTOCK_ALWAYS {
+    return sum_of_group([&](int k) PENSTOCK_ALWAYS {
+      const Vec error = rounded_product(round(group[k]), grid.scale) + grid.minimum - group[k];
+      return rounded_product(error, error);
+    });
   });
 }
 
-// Least-squares scale and minimum for integers. mean: of the group. Sums of integers and of their squares are exact.
-PENSTOCK_INLINE Grid fitted(const Vec* group, Vec mean, Vec scale, const Vec* integers) {
-  Vec sum{}, squares{};
-  for (int k = 0; k < kGroup; ++k) {
-    sum += integers[k];
-    squares += integers[k] * integers[k];
-  }
-  const Vec centre = sum / static_cast<float>(kGroup), variance = squares - sum * centre;
-  const Vec covariance = sum_of_group([&](int k) { return rounded_product(integers[k] - centre, group[k]); });
-  const Vec fitted_scale = variance == Vec{} ? scale : covariance / divisor_of(variance);
-  return {fitted_scale, mean - rounded_product(fitted_scale, centre)};
+// Least-squares scale and minimum for the integers of a grid. mean: of the group. integers: scratch memory.
+PENSTOCK_INLINE Grid fitted(const Vec* group, Vec mean, const Grid& grid, Vec* integers) {
+  struct Sums {
+    Vec of_integers, of_squares;  // exact in any order
+  };
+  const Sums sums = Rounding<0, 15>(grid.scale, grid.minimum).with([&](auto round) PENSTOCK_ALWAYS {
+    Sums some{};
+#pragma GCC unroll 4
+    for (int k = 0; k < kGroup; ++k) {
+      integers[k] = round(group[k]);
+      some.of_integers += integers[k];
+      some.of_squares += integers[k] * integers[k];
+    }
+    return some;
+  });
+  const Vec centre = sums.of_integers / static_cast<float>(kGroup);
+  const Vec variance = sums.of_squares - sums.of_integers * centre;
+  const Vec covariance =
+      sum_of_group([&](int k) PENSTOCK_ALWAYS { return rounded_product(integers[k] - centre, group[k]); });
+  const Vec scale = variance == Vec{} ? grid.scale : covariance / (variance == Vec{} ? splat(1.0f) : variance);
+  return {scale, mean - rounded_product(scale, centre)};
 }
 
 // The grid with the least squared error: of several ranges, each fitted to its integers. The minimum of a group with an
@@ -169,17 +214,14 @@ static __attribute__((noinline)) Grid best_grid(const Vec* group, Vec* integers)
   high += 0.0f;
   const Vec mean = sum_of_group([&](int k) { return group[k]; }) / static_cast<float>(kGroup);
   Grid best{(high - low) / 15.0f, low};
-  round_on_grid<0, 15>(group, best.scale, best.minimum, integers);
-  Vec smallest = squared_error(group, best, integers);
+  Vec smallest = squared_error(group, best);
   const Vec middle = (high + low) / 2.0f, half = (high - low) / 2.0f;
   constexpr double kShares[] = {1.0, 0.9, 0.8};
   for (const double share : kShares) {
-    const Vec scale = half * static_cast<float>(2 * share / 15);
-    const Vec minimum = middle - rounded_product(half, splat(static_cast<float>(share)));
-    round_on_grid<0, 15>(group, scale, minimum, integers);
-    const Grid grid = fitted(group, mean, scale, integers);
-    round_on_grid<0, 15>(group, grid.scale, grid.minimum, integers);
-    const Vec error = squared_error(group, grid, integers);
+    const Grid range{half * static_cast<float>(2 * share / 15),
+                     middle - rounded_product(half, splat(static_cast<float>(share)))};
+    const Grid grid = fitted(group, mean, range, integers);
+    const Vec error = squared_error(group, grid);
     const IntVec is_better = error < smallest;
     smallest = is_better ? error : smallest;
     best.scale = is_better ? grid.scale : best.scale;
@@ -273,3 +315,5 @@ static bool round_weight(const QuantizedRoundArgs& a) {
 }
 
 }  // namespace PENSTOCK_NAMESPACE
+
+#undef PENSTOCK_ALWAYS

@@ -53,8 +53,28 @@ PENSTOCK_INLINE void store(float* to, Vec v) { *reinterpret_cast<LooseVec*>(to) 
 PENSTOCK_INLINE Vec splat(float x) { return x - Vec{}; }
 
 // If either operand is NaN, the result is the second.
-PENSTOCK_INLINE Vec max(Vec a, Vec b) { return a > b ? a : b; }
-PENSTOCK_INLINE Vec min(Vec a, Vec b) { return a < b ? a : b; }
+PENSTOCK_INLINE Vec max(Vec a, Vec b) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 4
+  return _mm_max_ps(a, b);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 8
+  return _mm256_max_ps(a, b);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+PENSTOCK_INLINE Vec min(Vec a, Vec b) {
+#if defined(__x86_64__) && PENSTOCK_LANES == 4
+  return _mm_min_ps(a, b);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 8
+  return _mm256_min_ps(a, b);
+#elif defined(__x86_64__) && PENSTOCK_LANES == 16
+  return _mm512_min_ps(a, b);
+#else
+  return a < b ? a : b;
+#endif
+}
 
 // sum + x * w, as an FMA (rounded once) where the CPU has one, in the form that accumulates in place. From expressions,
 // compilers choose any of the FMA forms, and a loop with as many accumulators as registers ends with moving them about,
