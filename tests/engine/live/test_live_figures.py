@@ -20,6 +20,9 @@ def test_a_feature_that_is_on_shows_shares_and_bytes() -> None:
     shown = figures(
         external_prefix_cache_queries=40,
         external_prefix_cache_hits=30,
+        kv_host_queries=0,
+        kv_host_hits=0,
+        kv_host_loaded_bytes=0,
         kv_tier_loaded_bytes=1024,
         kv_tier_folder_bytes=2048.0,
     )

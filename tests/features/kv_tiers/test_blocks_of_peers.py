@@ -22,6 +22,7 @@ from penstock.errors import ConfigError
 from penstock.features.kv_files.files import LAYOUT
 from penstock.features.kv_peers import peers
 from penstock.features.kv_peers.peers import Peers, PeerServer, Source
+from penstock.features.kv_tiers.choice import LoadChoice
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, greedy, make_core, random_prompts, run
 
@@ -85,7 +86,11 @@ def count(core: EngineCore, name: str) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow), "lfm2"])
-def test_an_engine_copies_what_another_one_has_computed(tmp_path: Path, secret: Path, family: str) -> None:
+def test_an_engine_copies_what_another_one_has_computed(
+    tmp_path: Path, secret: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What was sent is loaded, even where computing it would be sooner.
+    monkeypatch.setattr(LoadChoice, "is_sooner_computed", lambda *_: True)
     save_checkpoint(tiny_model(family), tmp_path / "model")
     address = free_address()
     with (

@@ -261,11 +261,12 @@ def sample_of(totals: RequestTotals, status: BrokerStatus | None, max_num_seqs: 
 
 
 def _figures_of(stats: SchedulerStats) -> list[LiveFigure]:
+    """Figures that are not 0, and shares of what is not 0: others are of what is not in use."""
     values: dict[str, float] = {**stats.counters, **stats.gauges}
     return [
-        LiveFigure(one.label, values[one.name], values.get(one.of, 0.0) if one.of else None, one.unit)
+        LiveFigure(one.label, values[one.name], values[one.of] if one.of else None, one.unit)
         for one in (figures_of_features() if values else ())
-        if one.name in values
+        if values.get(one.of or one.name)
     ]
 
 

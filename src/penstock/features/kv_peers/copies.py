@@ -49,6 +49,8 @@ class Copies:
         self._root: Path = tiers.folder
         # Preemptions of requests for which peers were asked.
         self._asked: dict[str, int] = {}
+        # Requests for which blocks have come.
+        self._served: set[str] = set()
         self._peers = self._connect(tiers) if tiers.kv_peers else None
         self._server = self._listen(tiers) if tiers.kv_listen is not None else None
 
@@ -66,8 +68,13 @@ class Copies:
         peers.find(names, lambda source, there: self._soon(lambda: self._copy(request, source, there)))
         return True
 
+    def has_served(self, request: Request) -> bool:
+        """Whether blocks have come for a request."""
+        return request.req_id in self._served
+
     def request_ended(self, request: Request) -> None:
         self._asked.pop(request.req_id, None)
+        self._served.discard(request.req_id)
 
     def close(self) -> None:
         for side in (self._server, self._peers):
@@ -88,6 +95,8 @@ class Copies:
 
     def _end_copy(self, request: Request, num_bytes: int) -> None:
         self._folder.note_copied(num_bytes)
+        if num_bytes and self._services.scheduler.holds(request.req_id):
+            self._served.add(request.req_id)
         self._services.scheduler.ready(request.req_id, PEER)
 
     def _names(self, paths: Iterable[str]) -> list[str]:

@@ -56,6 +56,7 @@ _MOST_AHEAD, _MOST_AHEAD_BYTES, _SHARE_AHEAD = 16, 256 << 20, 0.5
 _COUNTS = (
     "external_prefix_cache_queries",
     "external_prefix_cache_hits",
+    "kv_host_queries",
     "kv_host_hits",
     "kv_host_loaded_bytes",
     "kv_host_saved_bytes",
@@ -208,13 +209,16 @@ class TierScheduling(SchedulerFeature):
         local = self._kv_cache.get_computed_blocks(request)
         hit = self._kv_cache.find_with(request, self._find)
         num_tokens = hit.num_tokens - local.num_tokens
-        self._counts["external_prefix_cache_queries"] += request.num_tokens - local.num_tokens if is_first else 0
+        num_queried = request.num_tokens - local.num_tokens if is_first else 0
+        self._counts["external_prefix_cache_queries"] += num_queried
+        self._counts["kv_host_queries"] += num_queried if self._has_host else 0
         if num_tokens <= 0:
             return None
         keys = (block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE)
         wanted = [key for key in keys if key is not None and key not in self._loading]
         num_bytes = self._num_bytes_loading.plus(self._bytes_of(wanted))
-        if self._choice.is_sooner_computed(local.num_tokens, num_tokens, num_bytes):
+        was_copied = self._copies is not None and self._copies.has_served(request)
+        if not was_copied and self._choice.is_sooner_computed(local.num_tokens, num_tokens, num_bytes):
             self._counts["kv_tier_recomputed_tokens"] += num_tokens
             self._tried[request.req_id] = request.num_preemptions
             return None
