@@ -25,10 +25,13 @@ def host_bytes(config: EngineConfig, _: LanguageModel, kind: str, __: torch.dtyp
     tiers, parallel = config.kv_tiers, config.parallel
     num_ranks_here = parallel.place(0)[1]
     wanted, free = num_ranks_here * tiers.host_bytes // parallel.world_size, memory_limit().free_bytes
-    if wanted > free and not config.replaces_lost_core:
+    # The rest of the plan does not bound a KV cache whose size is given.
+    kv_cache = num_ranks_here * (config.cache.kv_cache_memory_bytes or 0) if kind == "cpu" else 0
+    if wanted and wanted + kv_cache > free and not config.replaces_lost_core:
+        beside = f" beside {format_bytes(kv_cache)} of kv_cache_memory_bytes" if kv_cache else ""
         raise OutOfMemory(
-            f"kv_offloading_size={tiers.kv_offloading_size:g} asks for {format_bytes(wanted)} of host memory, but only "
-            f"{format_bytes(free)} are free. Lower it, or free memory."
+            f"kv_offloading_size={tiers.kv_offloading_size:g} asks for {format_bytes(wanted)} of host memory{beside}, "
+            f"but only {format_bytes(free)} are free. Lower it, or free memory."
         )
     return tiers.host_bytes // parallel.world_size if kind == "cpu" else 0
 
