@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError, ConfigError
 from penstock.loader.loader import load_model
+from penstock.loader.packed_state import PackedState
 from penstock.loader.sharded_state import _cut, copy_model_files, save_sharded_state
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
@@ -150,6 +151,27 @@ def test_a_state_of_other_ranks_is_refused(parts: list[Path]) -> None:
     save_file(content, parts[0], {"rank": "0", "world_size": "2", "num_parts": str(len(parts))})
     with pytest.raises(CheckpointError, match="says .* world_size='2', .*which is no arrangement of ranks"):
         load_state(parts[0].parent)
+
+
+@pytest.mark.parametrize("family", ["mamba", "falcon_mamba", "jamba"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_states_of_mamba_with_the_names_of_an_older_version_are_refused(
+    family: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """Its `x_proj` was two layers, of the steps' features and of the keys'."""
+    tiny_checkpoint(tmp_path / "model", family)
+    config = ModelConfig.load(str(tmp_path / "model"), quantization=quantization)
+    model = load(config)
+    packed = None if quantization is None else PackedState.of(model, config, "cpu", ("float32", "float32"))
+    (path,) = save_sharded_state(model, tmp_path / "state", ParallelState(), packed=packed)
+    copy_model_files(config.folder, tmp_path / "state")
+    with safe_open(path, framework="pt") as file:
+        metadata = {key: text.replace("x_proj", "steps_proj") for key, text in file.metadata().items()}
+    save_file({name.replace("x_proj", "steps_proj"): one for name, one in load_file(path).items()}, path, metadata)
+    with pytest.raises(CheckpointError, match=r"layers\.\S*\.steps_proj") as error:
+        load_state(tmp_path / "state")
+    assert "another version of Penstock" in str(error.value)
+    assert "load the checkpoint, and save its state anew (save_sharded_state)" in str(error.value)
 
 
 def test_a_truncated_part_is_named(parts: list[Path]) -> None:

@@ -55,8 +55,8 @@ from penstock.parallel import ParallelState
 
 logger = logging.getLogger(__name__)
 _OF_STATES = (
-    " A sharded state is of use to engines like the one that saved it: with a head that drafts, let an engine with "
-    "these options save it anew (save_sharded_state)."
+    " A sharded state is of use to engines like the one that saved it: with a head that drafts, or another version of "
+    "Penstock, load the checkpoint, and save its state anew (save_sharded_state)."
 )
 
 

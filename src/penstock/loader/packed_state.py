@@ -165,8 +165,8 @@ def check_layers(layers: Mapping[str, LinearLayer], entries: Mapping[str, Any]) 
     """Raise CheckpointError unless a header has entries of exactly these layers."""
     if differing := sorted(layers.keys() ^ entries.keys()):
         raise CheckpointError(
-            f"The packed weights are of another model: {len(differing)} linear layers differ, such as "
-            f"{differing[0]}. Load the checkpoint that they were made from."
+            f"The packed weights are of another model, or another version of Penstock: {len(differing)} linear layers "
+            f"differ, such as {differing[0]}. Load the checkpoint that they were made from, and save them again."
         )
 
 
