@@ -42,7 +42,7 @@ def two_servers(folder: Path) -> Iterator[tuple[Served, Served]]:
     (folder / "secret").write_text("a secret of some length")
     for name in ("prompts", "answers"):
         (folder / name).mkdir()
-    options = {**OPTIONS, "kv_secret_file": str(folder / "secret")}
+    options = {**OPTIONS, "kv_secret_file": str(folder / "secret"), "kv_load_policy": "always"}
     address = free_address()
     prompts = AsyncEngine("demo", kv_offload_dir=str(folder / "prompts"), kv_listen=address, **options)
     answers = AsyncEngine("demo", kv_offload_dir=str(folder / "answers"), kv_peers=address, **options)

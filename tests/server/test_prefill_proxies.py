@@ -66,7 +66,12 @@ def two_servers(kind: str, folder: Path) -> Iterator[tuple[Served, Served]]:
             address = f"127.0.0.1:{one.getsockname()[1]}"
         options = (
             {"kv_offload_dir": folder / "prompts", "kv_listen": address, "kv_secret_file": folder / "secret"},
-            {"kv_offload_dir": folder / "answers", "kv_peers": address, "kv_secret_file": folder / "secret"},
+            {
+                "kv_offload_dir": folder / "answers",
+                "kv_load_policy": "always",
+                "kv_peers": address,
+                "kv_secret_file": folder / "secret",
+            },
         )
     with ExitStack() as stack:
         engines = [AsyncEngine("demo", **OPTIONS, **one) for one in options]

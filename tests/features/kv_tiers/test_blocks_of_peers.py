@@ -47,7 +47,7 @@ def free_address() -> str:
 def engine(model: Path, name: str, secret: Path, **options: Any) -> Iterator[EngineCore]:
     folder = secret.parent / name
     folder.mkdir(exist_ok=True)
-    core = make_core(model, kv_offload_dir=str(folder), kv_secret_file=str(secret), **options)
+    core = make_core(model, kv_offload_dir=str(folder), kv_secret_file=str(secret), kv_load_policy="always", **options)
     try:
         yield core
     finally:
