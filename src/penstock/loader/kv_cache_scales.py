@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -39,9 +40,12 @@ class CheckpointScales:
     """Reads the scales among a checkpoint's tensors. is_state: names are those of `scales_of_state`."""
 
     def __init__(self, model: CausalLM, *, is_state: bool) -> None:
-        self._model = model
+        self._model, self._is_state = model, is_state
         self._found: dict[str, dict[str, float]] = {}
-        self._attention = _names_in_state(model) if is_state else _names_in_checkpoint(model)
+
+    @cached_property
+    def _attention(self) -> dict[str, Attention | None]:
+        return _names_in_state(self._model) if self._is_state else _names_in_checkpoint(self._model)
 
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the other tensors. Raises what `scale_of` raises.
@@ -74,9 +78,10 @@ class CheckpointScales:
         module, _, kind = self._model.checkpoint_name(name).rpartition(".")
         parent, _, part = module.rpartition(".")
         kinds = _KINDS_OF_OUTPUT.get(part) if kind == "output_scale" else _KINDS.get(kind)
+        if kinds is None:
+            return None, ()
         names = (module, parent) if part in _PARTS else (module,)
-        attention = next((one for one in names if one in self._attention), None)
-        return (None, ()) if kinds is None else (attention, kinds)
+        return next((one for one in names if one in self._attention), None), kinds
 
 
 def scale_of(name: str, tensor: Tensor) -> float:

@@ -28,9 +28,12 @@ class LiveMemory:
     def __init__(self, live: CausalLM) -> None:
         self._live = live
         self.moved = False
+        self._modules = dict(live.named_modules())
         self._tensors: dict[str, Tensor] = {
-            **dict(live.named_parameters(remove_duplicate=False)),
-            **dict(live.named_buffers(remove_duplicate=False)),
+            f"{path}.{name}" if path else name: tensor
+            for path, module in self._modules.items()
+            for name, tensor in (module._parameters | module._buffers).items()
+            if tensor is not None
         }
         self._layers: dict[int, LinearLayer] = {}
         # Attention layers of the model without memory, each with the live one.
@@ -38,8 +41,8 @@ class LiveMemory:
 
     def check(self, model: CausalLM) -> None:
         """Pair the layers of a model without memory with those of the live one. Raises ModelError if they differ."""
-        modules, own_modules = dict(self._live.named_modules()), dict(model.named_modules())
-        before, after = _layout_of(self._live, modules), _layout_of(model, own_modules)
+        modules = dict(model.named_modules())
+        before, after = _layout_of(self._live, self._modules), _layout_of(model, modules)
         differences = [
             f"{name} (was {before.get(name, 'not there')}, would be {after.get(name, 'not there')})"
             for name in sorted({*before, *after})
@@ -51,8 +54,8 @@ class LiveMemory:
                 f"({len(differences)} differences in all). Create a new engine for them."
             )
         self._layers, self._attentions = {}, []
-        for name, module in own_modules.items():
-            live = modules.get(name)
+        for name, module in modules.items():
+            live = self._modules.get(name)
             if isinstance(module, LinearLayer):
                 assert isinstance(live, LinearLayer), "layouts are equal"
                 self._layers[id(module)] = live
