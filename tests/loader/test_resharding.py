@@ -26,9 +26,11 @@ from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState
 from penstock.parallel.group import OneRank
 from support.checkpoints import FAMILIES, MIXTURES, RECURRENT, tiny_checkpoint, tiny_model
+from support.float8_checkpoints import write_float8
 from support.gguf_files import write_gguf
+from support.multimodal_models import save_multimodal
 from support.mxfp4_checkpoints import write_mxfp4
-from support.quantized_checkpoints import write_quantized
+from support.quantized_checkpoints import torchao_config, torchao_int4_layer, torchao_int8_layer, write_quantized
 from support.scaled_caches import add_tensors
 from support.weight_formats import LOAD, QUANTIZED
 
@@ -124,6 +126,29 @@ def test_quantised_checkpoints(form: str, change: str, tmp_path: Path) -> None:
     quantize, quantization_config = QUANTIZED[form]
     config = write_quantized(tmp_path / "model", quantize, quantization_config, **DIVISIBLE).config
     check(config, *CHANGES[change], tmp_path / "saved")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("change", ["join", "divide"])
+def test_torchao(bits: int, change: str, tmp_path: Path) -> None:
+    quantize, kind = {
+        4: (torchao_int4_layer, ("IntxWeightOnlyConfig", {"weight_dtype": {"_data": "int4", "_type": "torch.dtype"}})),
+        8: (torchao_int8_layer, ("Int8WeightOnlyConfig", {})),
+    }[bits]
+    config = write_quantized(tmp_path / "model", quantize, torchao_config(kind[0], **kind[1]), **DIVISIBLE).config
+    check(config, *CHANGES[change], tmp_path / "saved")
+
+
+@pytest.mark.parametrize("change", ["join", "divide"])
+def test_float8(change: str, tmp_path: Path) -> None:
+    config, _ = write_float8(tmp_path / "model", "fp8 tensor")
+    check(config, *CHANGES[change], tmp_path / "saved")
+
+
+@pytest.mark.parametrize("change", ["join", "divide", "stages"])
+def test_encoders_beside_the_model(change: str, tmp_path: Path) -> None:
+    save_multimodal(tmp_path / "model", "llava")
+    check(ModelConfig.load(str(tmp_path / "model")), *CHANGES[change], tmp_path / "saved")
 
 
 def test_a_share_of_one_group_is_joined_by_groups(tmp_path: Path) -> None:
