@@ -19,6 +19,7 @@ from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.processes.core_group import CoreGroup
 from penstock.errors import PenstockError, WeightTransferFailed
+from penstock.worker.worker import Worker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.one_path(reason="both paths read the same memory")]
@@ -72,6 +73,36 @@ def test_a_killed_worker(folders: tuple[Path, Path], tmp_path: Path, is_kept: bo
         load(core, items)
         finish(core, results)
         assert results["r"].tokens == expected[0]
+    finally:
+        core.close()
+
+
+class LoadAndDie:
+    """Function for workers that loads weights, and ends the process of the last rank."""
+
+    def __init__(self, items: list[tuple[str, Any]]) -> None:
+        self.items = items
+
+    def __call__(self, worker: Worker) -> None:
+        worker.get_model().load_weights(self.items)
+        if worker.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("num_items", [7, None])
+def test_a_function_that_loses_a_worker_leaves_the_weights_of_before_it_on_all_ranks(
+    folders: tuple[Path, Path], num_items: int | None
+) -> None:
+    core = make_core(folders[0], tensor_parallel_size=2)
+    items = list(load_file(folders[1] / "model.safetensors").items())
+    try:
+        before = tokens(core)
+        with pytest.raises(PenstockError):
+            core.collective_rpc(RpcCall(LoadAndDie(items[:num_items])))
+        assert tokens(core) == before
+        assert core.stats().weight_version == 0
+        load(core, items)
+        assert tokens(core) != before
     finally:
         core.close()
 
