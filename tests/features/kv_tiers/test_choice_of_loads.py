@@ -21,6 +21,7 @@ from penstock.features.kv_tiers.worker import TierWorker
 from penstock.scheduler.measured_costs import ComputeTimes
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.features import scheduler_side
 
 VOCAB = 97
 PROMPTS = random_prompts([97, 90, 81, 70], vocab_size=VOCAB)
@@ -62,8 +63,7 @@ def counter(core: EngineCore, name: str) -> int:
 
 
 def side_of(core: EngineCore) -> TierScheduling:
-    (side,) = (one for one in core.scheduler.features if isinstance(one, TierScheduling))
-    return side
+    return scheduler_side(core, TierScheduling)
 
 
 def tokens(results: list[Result]) -> list[list[int]]:
