@@ -10,11 +10,6 @@ namespace PENSTOCK_NAMESPACE {
 
 PENSTOCK_INLINE Vec widened(const float* from) { return load(from); }
 PENSTOCK_INLINE Vec widened(const Float16* from) { return load(from); }
-PENSTOCK_INLINE Vec widened(const Bfloat16* from) {
-  HalfVec h;
-  std::memcpy(&h, from, sizeof h);
-  return (Vec)(__builtin_convertvector(h, UintVec) << 16);
-}
 
 PENSTOCK_INLINE Vec magnitude(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
 PENSTOCK_INLINE Vec nearest(Vec x) {
@@ -58,6 +53,19 @@ PENSTOCK_INLINE void load_whole_group(const W* from, int64_t stride, Vec* group)
   }
 }
 
+// Two neighbours of an output are transposed at once.
+PENSTOCK_INLINE void load_whole_group(const Bfloat16* from, int64_t stride, Vec* group) {
+  for (int64_t k = 0; k < kGroup; k += 2 * kLanes) {
+    UintVec square[kLanes];
+    for (int i = 0; i < kLanes; ++i) std::memcpy(&square[i], from + i * stride + k, sizeof square[i]);
+    transpose(square);
+    for (int i = 0; i < kLanes; ++i) {
+      group[k + 2 * i] = (Vec)(square[i] << 16);
+      group[k + 2 * i + 1] = (Vec)(square[i] & 0xffff0000u);
+    }
+  }
+}
+
 // Outputs beyond the weight are zero; inner elements beyond it are the last one, which leaves the group's range.
 template <class W>
 static __attribute__((noinline)) void load_group(const W* from, int64_t stride, int64_t outputs, int64_t inputs,
@@ -84,7 +92,7 @@ PENSTOCK_INLINE Vec store_narrow(uint8_t* to, Vec x, IntVec& not_finite) {
 }
 
 // Rounding of (x - minimum) / scale to the nearest integers of a range.
-template <int kLow, int kHigh>
+template <int kLow, int kHigh, bool kClamps = true>
 class Rounding {
  public:
   Rounding(Vec scale, Vec minimum) : minimum_(minimum), divisor_(scale == Vec{} ? splat(1.0f) : scale) {
@@ -100,16 +108,18 @@ class Rounding {
     if (takes_products_) {
       Vec farthest{};
       const auto result = run([&](Vec x) PENSTOCK_ALWAYS {
-        const Vec quotient = within((x - minimum_) * inverse_, kLow, kHigh), integer = nearest(quotient);
+        const Vec quotient = limited((x - minimum_) * inverse_), integer = nearest(quotient);
         farthest = max(magnitude(quotient - integer), farthest);
         return integer;
       });
       if (!any(farthest > splat(0.5f - kOff))) return result;
     }
-    return run([&](Vec x) PENSTOCK_ALWAYS { return nearest(within((x - minimum_) / divisor_, kLow, kHigh)); });
+    return run([&](Vec x) PENSTOCK_ALWAYS { return nearest(limited((x - minimum_) / divisor_)); });
   }
 
  private:
+  static PENSTOCK_ALWAYS Vec limited(Vec x) { return kClamps ? within(x, kLow, kHigh) : x; }
+
   // More than the difference of quotient and product: three roundings of numbers up to 128, or up to 16.
   static constexpr float kOff = kHigh > 16 ? 0x1p-15f : 0x1p-18f;
 
@@ -117,20 +127,19 @@ class Rounding {
   bool takes_products_;
 };
 
-template <int kLow, int kHigh>
+template <int kLow, int kHigh, bool kClamps = true>
 PENSTOCK_INLINE void round_on_grid(const Vec* group, Vec scale, Vec minimum, Vec* integers) {
-  Rounding<kLow, kHigh>(scale, minimum).with([&](auto round) PENSTOCK_ALWAYS {
+  Rounding<kLow, kHigh, kClamps>(scale, minimum).with([&](auto round) PENSTOCK_ALWAYS {
 #pragma GCC unroll 4
     for (int k = 0; k < kGroup; ++k) integers[k] = round(group[k]);
     return true;
   });
 }
 
-// Four integers of each lane as bytes.
-PENSTOCK_INLINE UintVec joined(const Vec* integers) {
-  UintVec unit{};
-  for (int i = 0; i < 4; ++i) unit |= ((UintVec)(integers[i] + kMagic) & 255) << 8 * i;
-  return unit;
+// Four integers of each lane as the bytes of a word, of which negative ones borrow from the next. Exact as floats.
+PENSTOCK_INLINE UintVec joined(Vec first, Vec second, Vec third, Vec fourth) {
+  const Vec lower = first + second * 256.0f + third * 65536.0f;
+  return (UintVec)__builtin_convertvector(lower, IntVec) + ((UintVec)__builtin_convertvector(fourth, IntVec) << 24);
 }
 
 // Rounds a group of a panel's vector to int8. head: of the vector.
@@ -144,10 +153,16 @@ static __attribute__((noinline)) void round_group(const ByteFormat<kWithMinimums
   }
   const Vec scale = store_narrow(head, (Vec)most / 127.0f, failed);
   Vec integers[kGroup];
-  round_on_grid<-128, 127>(group, scale, Vec{}, integers);
-  constexpr uint32_t kOffset = ByteFormat<kWithMinimums>::kStored * 0x01010101u;
+  // Small scales lose bits in float16; others keep the largest integer at 127.
+  if (any((scale < splat(0x1p-16f)) | failed))
+    round_on_grid<-128, 127>(group, scale, Vec{}, integers);
+  else
+    round_on_grid<-128, 127, false>(group, scale, Vec{}, integers);
+  // Bytes of numbers that are not negative borrow nothing.
+  constexpr uint32_t kPositive = 0x80808080u, kOffset = ByteFormat<kWithMinimums>::kStored == 128 ? 0 : kPositive;
   for (int unit = 0; unit < kGroupUnits; ++unit) {
-    const UintVec bytes = (joined(integers + 4 * unit) ^ kOffset) & inside.of_unit(unit);
+    const Vec* const of = integers + 4 * unit;
+    const UintVec bytes = ((joined(of[0], of[1], of[2], of[3]) + kPositive) ^ kOffset) & inside.of_unit(unit);
     std::memcpy(run + unit * kPanelVectors * sizeof bytes, &bytes, sizeof bytes);
   }
 }
@@ -241,9 +256,10 @@ static __attribute__((noinline)) void round_group(const Int4Format&, Vec* group,
   const Vec minimum = store_narrow(head + kPanel * sizeof(Float16), grid.minimum, failed);
   round_on_grid<0, 15>(group, scale, minimum, integers);
   for (int pair = 0; pair < kGroupUnits / 2; ++pair) {
-    const UintVec first = joined(integers + 8 * pair) & inside.of_unit(2 * pair);
-    const UintVec second = joined(integers + 8 * pair + 4) & inside.of_unit(2 * pair + 1);
-    const UintVec both = first | second << 4;
+    const Vec* const of = integers + 8 * pair;
+    const UintVec kept = inside.of_unit(2 * pair) & 0x0f0f0f0f, above = inside.of_unit(2 * pair + 1) & 0xf0f0f0f0u;
+    const auto both_of = [&](int i) PENSTOCK_ALWAYS { return of[i] + of[i + 4] * 16.0f; };
+    const UintVec both = joined(both_of(0), both_of(1), both_of(2), both_of(3)) & (kept | above);
     std::memcpy(run + pair * kPanelVectors * sizeof both, &both, sizeof both);
   }
   for (int k = 0; k < kGroup; ++k) group[k] -= rounded_product(integers[k], scale) + minimum;
