@@ -4,8 +4,8 @@
 
 Small random models of one family, Granite 4's, whose layers are all of Mamba 2, one in four of attention, or all of
 attention. The first reads one prompt of the whole context, part by part. The others run many requests with long
-prompts at once. Each runs in a process of its own, whose resident memory is compared with what
-it was before the first request. No snapshots are kept beside the running states of many requests.
+prompts at once, in a KV cache of the size that they need; the run fails if one is preempted. Each runs in a process of
+its own. Printed is by how much its resident memory has grown since before the engine was made.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ import psutil
 from benchmarks.machine import described, machine
 from benchmarks.peers.hybrids import GRANITE_350M
 from penstock import LLM, SamplingParams
+from penstock.engine.statistics.metrics import Counter
 
 _MIB = 1 << 20
+_PREEMPTIONS = "penstock:num_preemptions"
 _STATES, _ATTENTION = "mamba", "attention"
 _KINDS = {
     "states": [_STATES] * 4,
@@ -32,6 +34,8 @@ _KINDS = {
     "attention": [_ATTENTION] * 4,
 }
 _VOCABULARY = 256
+# Channels of a token's keys; heads of a state, their values and keys.
+_KEYS, _HEADS, _HEAD_SIZE, _STATE_SIZE = 32, 8, 32, 64
 _CONFIG = {
     **GRANITE_350M.config,
     "vocab_size": _VOCABULARY,
@@ -39,11 +43,11 @@ _CONFIG = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
-    "head_dim": 32,
+    "head_dim": _KEYS,
     "shared_intermediate_size": 256,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 32,
-    "mamba_d_state": 64,
+    "mamba_n_heads": _HEADS,
+    "mamba_d_head": _HEAD_SIZE,
+    "mamba_d_state": _STATE_SIZE,
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
@@ -77,28 +81,34 @@ def _measure(kind: str, num_requests: int, num_tokens: int, num_threads: int) ->
     with tempfile.TemporaryDirectory() as folder:
         config = {**_CONFIG, "layer_types": layers, "max_position_embeddings": num_tokens + 16}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        # Keys and values of a token: 32 channels of each in bfloat16, in every layer of attention.
-        size = 128 * _MIB + num_requests * num_tokens * 2 * 32 * 2 * layers.count(_ATTENTION)
+        prompts = [[generator.randrange(_VOCABULARY) for _ in range(num_tokens)] for _ in range(num_requests)]
+        before = psutil.Process().memory_info().rss
         with LLM(
             folder,
             tokenizer="demo",
             load_format="dummy",
             kv_cache_dtype="bfloat16",
-            kv_cache_memory_bytes=size,
+            kv_cache_memory_bytes=_needed_bytes(layers, num_requests, num_tokens),
             max_num_seqs=num_requests,
             enable_prefix_caching=num_requests == 1,
             num_threads=num_threads,
         ) as llm:
-            llm.generate([0] * 2048, SamplingParams(max_tokens=2, seed=0), use_tqdm=False)
-            prompts = [[generator.randrange(_VOCABULARY) for _ in range(num_tokens)] for _ in range(num_requests)]
-            before = psutil.Process().memory_info().rss
             parts = range(num_tokens // 8, num_tokens + 1, num_tokens // 8) if num_requests == 1 else [num_tokens]
             for end in parts:
                 llm.generate([prompt[:end] for prompt in prompts], SamplingParams(max_tokens=2, seed=0), use_tqdm=False)
-                print(
-                    f"  {end:,} tokens each: {(psutil.Process().memory_info().rss - before) / _MIB:,.0f} MiB more",
-                    flush=True,
-                )
+                grown = psutil.Process().memory_info().rss - before
+                print(f"  {end:,} tokens each: {grown / _MIB:,.0f} MiB", flush=True)
+            counters = {one.name: one.value for one in llm.get_metrics() if isinstance(one, Counter)}
+            if preemptions := counters[_PREEMPTIONS]:
+                sys.exit(f"{preemptions} preemptions: the KV cache was too small for all requests at once.")
+
+
+def _needed_bytes(layers: list[str], num_requests: int, num_tokens: int) -> int:
+    """Bytes of keys, values and states, with a part more for blocks that are not full."""
+    token = 2 * 2 * _KEYS * layers.count(_ATTENTION)  # bfloat16
+    channels = _HEADS * _HEAD_SIZE
+    state = 4 * (channels * _STATE_SIZE + 3 * (channels + 2 * _STATE_SIZE)) * layers.count(_STATES)
+    return 16 * _MIB + int(1.02 * num_requests * (num_tokens * token + state))
 
 
 if __name__ == "__main__":
