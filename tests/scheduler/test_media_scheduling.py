@@ -42,7 +42,8 @@ def pixels_of(key: str) -> dict[str, ArrayBytes]:
 class MediaDriver(Driver):
     """An engine loop whose worker keeps features as `MediaFeatures` does.
 
-    features: rows by key. inputs: of items that are still to be encoded. num_encoded: encodings by key.
+    features: rows by key. inputs: of items that are still to be encoded. num_encoded: encodings by key. left_over: keys
+    of items that a failed request was to encode; the next step that needs one encodes it beside those of its budget.
     """
 
     def __init__(self, capacity: int, budget: int, **options: Any) -> None:
@@ -51,6 +52,7 @@ class MediaDriver(Driver):
         self.features: dict[str, int] = {}
         self.inputs: dict[str, dict[str, ArrayBytes]] = {}
         self.num_encoded: dict[str, int] = {}
+        self.left_over: set[str] = set()
         self.items: dict[str, list[MediaItem]] = {}
 
         def make(scheduler: Any) -> MediaScheduling:
@@ -80,6 +82,7 @@ class MediaDriver(Driver):
         for key in () if part is None else part.evicted:
             self.features.pop(key, None)
             self.inputs.pop(key, None)
+            self.left_over.discard(key)
         sent = {} if part is None else part.inputs
         # Only what is not there is sent.
         assert sent.keys().isdisjoint({**self.features, **self.inputs})
@@ -88,9 +91,12 @@ class MediaDriver(Driver):
         for rows in () if part is None else part.rows:
             one = self.items[rows.req_id][rows.item]
             assert one.inputs == {}
-            if one.key not in self.features and rows.req_id not in failing:
+            if one.key not in self.features and rows.req_id in failing:
+                self.left_over.add(one.key)
+            elif one.key not in self.features:
                 assert self.inputs.pop(one.key) == pixels_of(one.key)
-                num_new += one.num_rows
+                num_new += 0 if one.key in self.left_over else one.num_rows
+                self.left_over.discard(one.key)
                 self.features[one.key] = one.num_rows
                 self.num_encoded[one.key] = self.num_encoded.get(one.key, 0) + 1
             for number in range(rows.count):
@@ -118,6 +124,7 @@ class MediaDriver(Driver):
         """Drop the worker's features, as its method does."""
         self.features.clear()
         self.inputs.clear()
+        self.left_over.clear()
 
     def check_empty(self) -> None:
         super().check_empty()

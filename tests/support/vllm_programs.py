@@ -575,7 +575,7 @@ REFUSED = {
         LLM(model="demo", load_format="npcache")
         """,
     ],
-    "CPU offloading of weights or KV cache": [
+    "weights in host memory": [
         """
         from vllm import LLM
         LLM(model="demo", cpu_offload_gb=10)
