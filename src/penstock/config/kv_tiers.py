@@ -49,6 +49,9 @@ class KVTierConfig:
             is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
             if not is_number or not math.isfinite(size) or size <= 0:
                 raise ConfigError(f"{name}={size!r} is not valid. Allowed: a number of GiB above 0.")
+        given = self.kv_offload_dir
+        if given is not None and (not isinstance(given, (str, os.PathLike)) or not os.fspath(given)):
+            raise ConfigError(f"kv_offload_dir={given!r} is not valid. Allowed: the path of a folder that is there.")
         folder = self.folder
         if folder is not None and not folder.is_dir():
             raise ConfigError(f"kv_offload_dir={str(folder)!r} is not a folder. Create it, or leave it out.")
