@@ -154,7 +154,7 @@ def test_a_state_is_of_use_to_engines_whose_stages_have_the_same_parts(models: P
         core.close()
         found, _ = results_of(drafting(models, method, str(tmp_path / method), (2, 2), load_format="sharded_state"))
         assert tokens_of(found) == tokens_of(expected)
-    with pytest.raises(CheckpointError, match=r"missing: model\.embed_tokens\.weight.* save it anew"):
+    with pytest.raises(CheckpointError, match=r"missing: model\.embed_tokens\.weight.* save its state anew"):
         drafting(models, "eagle", str(tmp_path / "draft_model"), (2, 2), load_format="sharded_state")
 
 

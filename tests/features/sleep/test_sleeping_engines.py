@@ -121,8 +121,9 @@ def test_a_core_that_is_killed_while_it_sleeps_sleeps_on(expected: list[Any], le
     async def use(engine: AsyncEngine) -> None:
         core = engine._dispatcher.core
         assert isinstance(core, CoreGroup)
-        stream = asyncio.ensure_future(last_of(engine, PLAYS[0]))
-        await asyncio.sleep(0.1)
+        begun = asyncio.Event()
+        stream = asyncio.ensure_future(last_of(engine, PLAYS[0], begun))
+        await begun.wait()
         await engine.sleep(level=level, mode="keep")
         (first,) = core.process_ids
         os.kill(first, signal.SIGKILL)
