@@ -260,6 +260,18 @@ def test_files_that_are_missing_or_of_another_state_are_named(tmp_path: Path) ->
         load(saved, ParallelState(), SAVED)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_with_the_name_of_another_rank_is_refused(rank: int, tmp_path: Path) -> None:
+    # Both ranks' shares have the same shapes.
+    config = tiny_checkpoint(tmp_path / "model", vocab_size=96, **DIVISIBLE)
+    saved = save(config, Arrangement(2, 1), tmp_path / "saved")
+    paths = [tmp_path / "saved" / f"model-rank-{number}-part-0.safetensors" for number in range(2)]
+    paths[rank].write_bytes(paths[1 - rank].read_bytes())
+    for parallel in (ParallelState(), Arrangement(2, 1).ranks()[rank]):
+        with pytest.raises(CheckpointError, match=f"has the share of rank '{1 - rank}', and its name says rank {rank}"):
+            load(saved, parallel, SAVED)
+
+
 def test_ranks_of_different_engines_are_refused(tmp_path: Path) -> None:
     tiny_checkpoint(tmp_path / "model", **DIVISIBLE)
     for number, quantization in enumerate(("int8", "int4")):

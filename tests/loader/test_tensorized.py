@@ -11,6 +11,7 @@ import torch
 from penstock.config import LoadConfig, ModelConfig
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
 from penstock.layers.tensors_of import tensors_of
+from penstock.loader import tensorized
 from penstock.loader.loader import load_model, load_without_memory
 from penstock.loader.packed_state import PackedState
 from penstock.loader.tensorized import uri_of, write_tensorized
@@ -49,6 +50,23 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
                 config, LoadConfig(load_format="tensorizer"), ParallelState(), torch.device("cpu"), torch.float32
             )
         (tmp_path / "model-rank-000.tensors").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("header", "words"),
+    [
+        ("{", "is damaged: its penstock_packed_state is no JSON object"),
+        ("[1]", "is damaged: its penstock_packed_state is no JSON object"),
+        ("[" * 100_000, "is damaged: its penstock_packed_state is no JSON object"),
+        ('{"rank": 1}', "has the share of rank 1, and its name says rank 0"),
+    ],
+    ids=["no-json", "list", "deep", "rank"],
+)
+def test_a_header_that_cannot_be_used_is_named(header: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = torch.tensor(list(header.encode()), dtype=torch.uint8)
+    monkeypatch.setattr(tensorized, "_read", lambda path, is_wanted: {"penstock_packed_state": stored})
+    with pytest.raises(CheckpointError, match=f"model-000.* {words}"):
+        tensorized.open_tensorized("model-%03d.tensors", ParallelState())
 
 
 def test_addresses() -> None:

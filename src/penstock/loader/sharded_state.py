@@ -167,6 +167,11 @@ def _files_of_rank(folder: Path, pattern: str, rank: int, arrangement: Arrangeme
             )
         with opened(path) as file:
             metadata = file.metadata() or {}
+        if (saved_rank := metadata.get("rank", str(rank))) != str(rank):
+            raise CheckpointError(
+                f"{path} has the share of rank {shown(saved_rank)}, and its name says rank {rank}. Copy the files of "
+                "all ranks again, each with its own name."
+            )
         saved_parts = _number_of_parts(path, metadata.get("num_parts", str(num_parts)))
         if number >= saved_parts:
             raise CheckpointError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.checkpoints.json_file import shown
 from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
 from penstock.loader.arrangement import Arrangement
 from penstock.loader.packed_state import PackedState
 from penstock.parallel import ParallelState
 
-_HEADER, _FORMS = "penstock_packed_state", "tensors"
+_HEADER, _FORMS, _RANK = "penstock_packed_state", "tensors", "rank"
 _PATTERN = "model-rank-%03d.tensors"
 
 
@@ -30,15 +32,21 @@ class TensorizedState:
     header: Mapping[str, Any]
 
     @classmethod
-    def open(cls, path: str, here: Arrangement) -> tuple[TensorizedState, Arrangement]:
+    def open(cls, uri: str, rank: int, here: Arrangement) -> tuple[TensorizedState, Arrangement]:
         """Read the header of a rank's file; return the state, and the arrangement of ranks that it is of.
 
-        Raises CheckpointError for a missing or damaged file.
+        Raises CheckpointError for a missing or damaged file, and for one of another rank.
         """
+        path = _of_rank(uri, rank)
         found = _read(path, lambda name: name == _HEADER)
         if _HEADER not in found:
             raise CheckpointError(f"{path} was not written by save_tensorized_model. Save the model with it.")
-        header = json.loads(bytes(found[_HEADER].tolist()))
+        header = _header_in(path, found[_HEADER])
+        if (saved_rank := header.get(_RANK, rank)) != rank:
+            raise CheckpointError(
+                f"{path} has the share of rank {shown(saved_rank)}, and its name says rank {rank}. Copy the files of "
+                "all ranks again, each with its own name."
+            )
         return cls(path, header), Arrangement.said_by(path, header, here)
 
     def read(self) -> PackedState:
@@ -62,12 +70,12 @@ def open_tensorized(uri: str, parallel: ParallelState) -> tuple[Arrangement, lis
     """
     here = Arrangement.of(parallel)
     try:
-        state, saved = TensorizedState.open(_of_rank(uri, parallel.rank), here)
+        state, saved = TensorizedState.open(uri, parallel.rank, here)
     except CheckpointError:
         # A state of fewer ranks has none of this one.
         if parallel.rank == 0:
             raise
-        state, saved = TensorizedState.open(_of_rank(uri, 0), here)
+        state, saved = TensorizedState.open(uri, 0, here)
         if saved == here:
             raise
     _check_for_ranks(uri, saved.num_ranks)
@@ -75,10 +83,11 @@ def open_tensorized(uri: str, parallel: ParallelState) -> tuple[Arrangement, lis
         return saved, [state], False
     states = []
     for rank in range(saved.num_ranks):
-        path = _of_rank(uri, rank)
-        state, other = TensorizedState.open(path, saved)
+        state, other = TensorizedState.open(uri, rank, saved)
         if other != saved:
-            raise CheckpointError(f"{path} was saved with {other}, and other ranks with {saved}. Save the model again.")
+            raise CheckpointError(
+                f"{state.uri} was saved with {other}, and other ranks with {saved}. Save the model again."
+            )
         states.append(state)
     return saved, states, True
 
@@ -88,7 +97,7 @@ def write_tensorized(state: PackedState, uri: str, parallel: ParallelState) -> s
     _check_for_ranks(uri, parallel.world_size)
     path = _of_rank(uri, parallel.rank)
     forms = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
-    header = {**state.header, **Arrangement.of(parallel).header(), _FORMS: forms}
+    header = {**state.header, **Arrangement.of(parallel).header(), _RANK: parallel.rank, _FORMS: forms}
     written = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
     tensorizer = _tensorizer()
     try:
@@ -116,6 +125,15 @@ def uri_of(tensorizer_config: Any) -> str:
 def default_uri(folder: Path) -> str:
     """The file that is taken without `tensorizer_uri`."""
     return str(folder / _PATTERN)
+
+
+def _header_in(path: str, written: Tensor) -> dict[str, Any]:
+    """Decode the header of a file. Raises CheckpointError for one that is no JSON object."""
+    with suppress(ValueError, RecursionError):
+        header = json.loads(bytes(written.tolist()))
+        if isinstance(header, dict):
+            return header
+    raise CheckpointError(f"{path} is damaged: its {_HEADER} is no JSON object. Save the model again.")
 
 
 def _of_rank(uri: str, rank: int) -> str:
