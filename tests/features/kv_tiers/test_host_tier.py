@@ -58,7 +58,7 @@ def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
 def finish_saves(core: EngineCore) -> None:
     side = scheduler_side(core, TierScheduling)
     give_up_at = time.monotonic() + 30
-    while side._fresh or side._is_busy:
+    while side._saves.fresh or side._is_busy:
         assert time.monotonic() < give_up_at, "blocks are still being saved"
         core.step()
         time.sleep(0.001)
@@ -190,7 +190,7 @@ def test_random_schedules_with_little_of_both(tmp_path: Path, case: str, seed: i
         options = {**options, "kv_offload_dir": str(tmp_path / "blocks")}
     host_bytes = bytes_of_blocks(tmp_path / "model", 15, **CASES[case][1])
     with engine(tmp_path / "model", host_bytes, num_blocks=24, max_num_seqs=4, **options) as core:
-        scheduler_side(core, TierScheduling)._keeps_pace = False
+        scheduler_side(core, TierScheduling)._saves.keeps_pace = False
         for _ in range(4):
             run_at_random(core, prompts, params, expected, choose)
             finish_saves(core)

@@ -18,7 +18,8 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_files.files import ABOUT, TRAILER_BYTES, DamagedBlock, FolderLimit, read_block, write_block
 from penstock.features.kv_files.folder import blocks_in
-from penstock.features.kv_tiers.scheduling import TierScheduling, _Pace
+from penstock.features.kv_tiers.saves import Pace
+from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
@@ -110,7 +111,7 @@ def test_blocks_that_a_small_cache_evicted_are_loaded_again(tmp_path: Path, fold
         expected = [answers(core, [prompt])[0] for prompt in prompts]
     with engine(tmp_path / "model", folder, num_blocks=26, max_num_seqs=4) as core:
         # What the next prompt evicts is saved, however fast the steps are.
-        scheduler_side(core, TierScheduling)._keeps_pace = False
+        scheduler_side(core, TierScheduling)._saves.keeps_pace = False
         for _ in range(3):
             for prompt, result in zip(prompts, expected, strict=True):
                 assert same(answers(core, [prompt]), [result])
@@ -157,7 +158,7 @@ def test_a_core_without_requests_saves_and_releases_all_blocks(tmp_path: Path, f
 def test_a_core_that_ends_saves_more_blocks_than_it_holds_at_once(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.features.kv_tiers.scheduling._MOST_SAVES", 2)
+    monkeypatch.setattr("penstock.features.kv_tiers.saves._MOST_SAVES", 2)
     tiny_checkpoint(tmp_path / "model")
     prompts = random_prompts([100] * 3, vocab_size=VOCAB)
     with engine(tmp_path / "model", folder) as core:
@@ -170,7 +171,7 @@ def test_a_core_that_ends_saves_more_blocks_than_it_holds_at_once(
 
 
 def test_saves_keep_to_their_share_of_the_steps(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.features.kv_tiers.scheduling._SAVE_SHARE", 1e-9)
+    monkeypatch.setattr("penstock.features.kv_tiers.saves._SAVE_SHARE", 1e-9)
     tiny_checkpoint(tmp_path / "model")
     with engine(tmp_path / "model", folder) as core:
         for index, prompt in enumerate(PROMPTS):
@@ -185,7 +186,7 @@ def test_saves_keep_to_their_share_of_the_steps(tmp_path: Path, folder: Path, mo
 
 
 def test_the_pace_follows_the_cost() -> None:
-    pace, now, used_s, num_saves = _Pace(0.0), 0.0, 0.0, 0
+    pace, now, used_s, num_saves = Pace(0.0), 0.0, 0.0, 0
     # Steps of 30 ms, and saves of 0.4 ms.
     for _ in range(1000):
         now += 0.03

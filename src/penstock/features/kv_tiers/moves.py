@@ -56,3 +56,26 @@ class HostLayout(NamedTuple):
 
     num_pieces: int
     pieces_of_block: tuple[int, ...]
+
+
+class MoveQueue:
+    """Moves that the workers have not been given yet, in their order."""
+
+    def __init__(self) -> None:
+        self.moves: list[Move] = []
+        self._next_id = 0
+
+    def add(
+        self,
+        source: Tier,
+        target: Tier,
+        key: BlockKey,
+        block_id: int,
+        pieces: tuple[int, ...],
+        *,
+        is_beside_steps: bool = False,
+    ) -> int:
+        """Add a move; return its number, which is unique in its core."""
+        move_id, self._next_id = self._next_id, self._next_id + 1
+        self.moves.append(Move(move_id, source, target, key, block_id, pieces, is_beside_steps))
+        return move_id

@@ -6,22 +6,23 @@ import logging
 import math
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from pathlib import Path
 
 from penstock.config.kv_tiers import FASTER
 from penstock.contract import RpcCall, SamplingParams
 from penstock.contract.parts import OutputPart
 from penstock.errors import InvalidRequest, PenstockError
-from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
+from penstock.features.kv_files.files import path_of
 from penstock.features.kv_peers.copies import PEER, Copies
 from penstock.features.kv_peers.proxies import Proxies
+from penstock.features.kv_tiers import FEATURE
 from penstock.features.kv_tiers.choice import LoadBytes, LoadChoice
-from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
-from penstock.features.kv_tiers.moves import Move, MoveResult, Tier
+from penstock.features.kv_tiers.host_blocks import HostBlock
+from penstock.features.kv_tiers.moves import MoveQueue, MoveResult, Tier
+from penstock.features.kv_tiers.places import Places
+from penstock.features.kv_tiers.saves import Save, Saves
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
@@ -29,7 +30,6 @@ from penstock.scheduler.kv_cache_manager import PrefixHit
 from penstock.scheduler.outputs import RUNNING, EngineCoreOutput
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
-from penstock.scheduler.state_pool import StatePool
 
 logger = logging.getLogger(__name__)
 # Reason for which a request waits.
@@ -52,20 +52,6 @@ _PAUSE_S = 60.0
 # Waiting requests that are looked up before their turn, and bytes in transfer from which on no others are. Their blocks
 # may have this share of the free ones.
 _MOST_AHEAD, _MOST_AHEAD_BYTES, _SHARE_AHEAD = 16, 256 << 20, 0.5
-# Counts for the metrics.
-_COUNTS = (
-    "external_prefix_cache_queries",
-    "external_prefix_cache_hits",
-    "kv_host_queries",
-    "kv_host_hits",
-    "kv_host_loaded_bytes",
-    "kv_host_saved_bytes",
-    "kv_tier_loaded_bytes",
-    "kv_tier_saved_bytes",
-    "kv_tier_failed_loads",
-    "kv_tier_recomputed_tokens",
-    "kv_tier_copied_bytes",
-)
 # Seconds that a core which ends, or whose prefix cache is reset, waits for moves.
 _LONGEST_END_S = 30.0
 
@@ -95,54 +81,6 @@ class _Load:
     ended: float = -math.inf
 
 
-@dataclass(eq=False, slots=True)
-class _Save:
-    """Block that is written. num_pending: ranks that have not answered. cost_s: the most of all ranks' results.
-
-    expected_s: cost by the pace; None for a save that need not keep to it. block: in the KV cache, if it is written
-    from there. host_block: if it is written to host memory, or from there.
-    """
-
-    target: Tier
-    key: BlockKey
-    num_pending: int
-    expected_s: float | None
-    block: KVCacheBlock | None = None
-    host_block: HostBlock | None = None
-    has_failed: bool = False
-    cost_s: float = 0.0
-
-
-class _Pace:
-    """Pace of saves beside steps: CPU time that they may take, as it comes and is used.
-
-    Kernels that wait long for a thread, since saves take its core, go on with fewer threads for a while. So saves are
-    few at once.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._now, self._credit_s = now, 0.0
-        # CPU time of a save; a guess before the first one.
-        self._cost_s = _MOST_AT_ONCE_S
-
-    def num_blocks(self, now: float) -> int:
-        """Number of blocks that may be saved now. now: seconds of `time.monotonic`."""
-        most = max(_MOST_AT_ONCE_S, self._cost_s)
-        self._credit_s = min(most, self._credit_s + (now - self._now) * _SAVE_SHARE)
-        self._now = now
-        return min(_MOST_SAVES, max(0, int(self._credit_s / self._cost_s))) if self._cost_s else _MOST_SAVES
-
-    def begin(self) -> float:
-        """Note that a save begins; return the CPU time that it is expected to take."""
-        self._credit_s -= self._cost_s
-        return self._cost_s
-
-    def end(self, expected_s: float, cost_s: float) -> None:
-        """Note the CPU time that a save has taken."""
-        self._credit_s += expected_s - cost_s
-        self._cost_s += (cost_s - self._cost_s) / 2 if cost_s else -self._cost_s
-
-
 class TierScheduling(SchedulerFeature):
     """Loads blocks into the prefix cache before requests that would hit them are admitted, and saves full ones.
 
@@ -155,20 +93,10 @@ class TierScheduling(SchedulerFeature):
         self._services, self._scheduler, self._call = services, services.scheduler, services.call_workers
         self._kv_cache = services.scheduler.kv_cache
         self._blocks = self._kv_cache.single_blocks
-        self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._note_cached, self._remove
         self._num_ranks = config.parallel.world_size
         folder = config.kv_tiers.folder
-        self._limit = None if folder is None else FolderLimit(folder, config.kv_tiers.max_bytes)
-        self._has_host = config.kv_tiers.host_bytes > 0
-        # Made when the workers are asked, with the folders of the weights whose blocks it has.
-        self._host: HostBlocks | None = None
-        self._host_is_of: list[str] = []
-        # Folders of the ranks' blocks; empty until the workers are asked.
-        self._folders: list[str] = []
-        self._next_move_id = 0
-        self._queued: list[Move] = []
+        self._places, self._moves = Places(services), MoveQueue()
         self._loads: dict[int, _Load] = {}
-        self._saves: dict[int, _Save] = {}
         self._loading: dict[BlockKey, _Load] = {}
         # Loads that requests wait for, and preemptions of requests for which blocks were looked up.
         self._waiting: dict[str, set[_Load]] = {}
@@ -178,14 +106,11 @@ class TierScheduling(SchedulerFeature):
         self._unwanted: list[int] = []
         is_choosing = config.kv_tiers.kv_load_policy == FASTER
         self._choice = LoadChoice(self._kv_cache.config, self._scheduler.measure_computing() if is_choosing else None)
-        # Full blocks that may have to be saved, oldest first, with the last step that was launched before.
-        self._fresh: OrderedDict[KVCacheBlock, tuple[BlockKey, int]] = OrderedDict()
-        self._pace = _Pace(time.monotonic())
-        # Other engines wait for blocks of one that listens.
-        self._keeps_pace = config.kv_tiers.kv_listen is None
-        self._ask_at = self._paused_until = 0.0
+        self._ask_at = 0.0
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
-        self._counts = dict.fromkeys(_COUNTS, 0)
+        self._counts = dict.fromkeys(FEATURE.counters, 0)
+        self._saves = Saves(services, self._places, self._moves, self._counts)
+        self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._saves.note_cached, self._places.remove
         self._copies = None if folder is None else Copies(services, self)
         self._proxies = Proxies(config)
 
@@ -211,7 +136,7 @@ class TierScheduling(SchedulerFeature):
         num_tokens = hit.num_tokens - local.num_tokens
         num_queried = request.num_tokens - local.num_tokens if is_first else 0
         self._counts["external_prefix_cache_queries"] += num_queried
-        self._counts["kv_host_queries"] += num_queried if self._has_host else 0
+        self._counts["kv_host_queries"] += num_queried if self._places.has_host else 0
         if num_tokens <= 0:
             return None
         keys = (block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE)
@@ -226,7 +151,7 @@ class TierScheduling(SchedulerFeature):
 
     def _bytes_of(self, keys: Sequence[BlockKey]) -> LoadBytes:
         """Bytes of blocks that are elsewhere."""
-        return self._choice.num_bytes((key, self._in_host(key) is not None) for key in keys)
+        return self._choice.num_bytes((key, self._places.in_host(key) is not None) for key in keys)
 
     @property
     def _num_bytes_loading(self) -> LoadBytes:
@@ -253,39 +178,31 @@ class TierScheduling(SchedulerFeature):
 
     def _find(self, key: BlockKey, others: Collection[str] = ()) -> KVCacheBlock | None:
         """A block that stands for one in another tier; None if it is not there. others: paths that count as there."""
-        path = path_of(self._folder, key)
-        if key not in self._loading and self._in_host(key) is None and path not in others and not self._in_folder(path):
+        if not self._places.has(key, others) and key not in self._loading:
             return None
         found = KVCacheBlock(_ELSEWHERE)
         found.key = key
         return found
 
-    def _in_host(self, key: BlockKey) -> HostBlock | None:
-        return None if self._host is None else self._host.find(key)
-
-    def _in_folder(self, path: str) -> bool:
-        return self._limit is not None and os.path.exists(path)
-
     # The folder, for blocks of other engines.
 
     def paths_missing(self, request: Request) -> list[str]:
-        folders = self._folders_of_ranks
+        folders = self._places.folders
         keys = [key for key in self._kv_cache.keys_of(request) if self._kv_cache.groups[key[0]].pool.find(key) is None]
-        paths = (path_of(folder, key) for key in keys if self._in_host(key) is None for folder in folders)
+        paths = (path_of(folder, key) for key in keys if self._places.in_host(key) is None for folder in folders)
         return [path for path in paths if not os.path.exists(path)]
 
     def paths_of_hit(self, request: Request, others: Collection[str]) -> list[str]:
         hit = self._kv_cache.find_with(request, lambda key: self._find(key, others))
         keys = [block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE]
-        return [path_of(folder, key) for key in keys if key is not None for folder in self._folders_of_ranks]
+        return [path_of(folder, key) for key in keys if key is not None for folder in self._places.folders]
 
     def note_copied(self, num_bytes: int) -> None:
         self._counts["kv_tier_copied_bytes"] += num_bytes
-        self._note_written(num_bytes)
+        self._places.note_written(num_bytes)
 
     def names_to_come(self) -> set[str]:
-        fresh, saves = list(self._fresh.values()), list(self._saves.values())
-        return {os.path.basename(path_of("", key)) for key in (*(key for key, _ in fresh), *(one.key for one in saves))}
+        return self._saves.names_to_come()
 
     def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int, *, is_ahead: bool) -> bool:
         """Load the blocks of a hit that are elsewhere; False if there is no room. num_tokens: that these give."""
@@ -312,12 +229,13 @@ class TierScheduling(SchedulerFeature):
             self._ahead[req_id] = len(wanted)
         load = _Load(num_tokens, self._bytes_of([key for key, _ in wanted]), held)
         for (key, index), block in zip(wanted, blocks_taken, strict=True):
-            host_block = self._in_host(key)
+            host_block = self._places.in_host(key)
             source = Tier.FOLDER if host_block is None else Tier.HOST
-            move_id = self._queue(source, Tier.KV_CACHE, key, block, host_block)
+            pieces = () if host_block is None else host_block.pieces
+            move_id = self._moves.add(source, Tier.KV_CACHE, key, block.block_id, pieces)
             load.blocks[move_id], load.pending[move_id] = (block, key, index), self._num_ranks
-            if host_block is not None and self._host is not None:
-                self._host.use(host_block)
+            if host_block is not None and self._places.host is not None:
+                self._places.host.use(host_block)
                 load.host_blocks[move_id] = host_block
             self._loads[move_id] = self._loading[key] = load
         waits_for.add(load)
@@ -336,9 +254,7 @@ class TierScheduling(SchedulerFeature):
             group = self._kv_cache.groups[key[0]]
             if move_id not in load.failed:
                 group.cache_loaded(block, key, index)
-                host = self._host_memory
-                if host is not None and host.lacks(key) and block.key == key:
-                    self._fresh[block] = (key, _BEFORE_ALL_STEPS)
+                self._saves.note_loaded(block, key)
             if self._loading.get(key) is load:
                 del self._loading[key]
             self._blocks.release(block, key[0])
@@ -377,10 +293,10 @@ class TierScheduling(SchedulerFeature):
                 self._end_unwanted(load)
         if self._copies is not None:
             self._copies.request_ended(request)
-        if self._host is not None and request.has_lasting_keys:
+        if self._places.host is not None and request.has_lasting_keys:
             # A prefix is useful without its tail.
-            self._host.refresh(reversed(self._kv_cache.keys_of(request)))
-        if self._fresh or self._is_busy:
+            self._places.host.refresh(reversed(self._kv_cache.keys_of(request)))
+        if self._saves.fresh or self._is_busy:
             # A core without requests has no turn by itself.
             self._services.call_soon(lambda: None)
 
@@ -398,176 +314,49 @@ class TierScheduling(SchedulerFeature):
 
     # Saves.
 
-    def _note_cached(self, request: Request, blocks: list[KVCacheBlock]) -> None:
-        if not request.has_lasting_keys:
-            return
-        last_launched = self._kv_cache.steps.last_launched
-        for block in blocks:
-            assert block.key is not None
-            self._fresh[block] = (block.key, last_launched)
-            self._fresh.move_to_end(block)
-
-    def _save(self, most: int, *, is_paced: bool) -> None:
-        """Begin to write full blocks that are computed, and in no other tier yet: the oldest ones, so many at most."""
-        steps, host = self._kv_cache.steps, self._host_memory
-        is_idle = steps.last_done == steps.last_launched
-        if self._limit is not None and not self._limit.has_room(0):
-            self._pause("the file system of kv_offload_dir is full")
-        num_saving = sum(save.block is not None for save in self._saves.values())
-        while self._fresh and most > 0:
-            block, (key, last_launched) = next(iter(self._fresh.items()))
-            if not is_idle and steps.last_done <= last_launched:
-                break
-            pool = self._kv_cache.groups[key[0]].pool
-            is_wanted = block.key == key and not (isinstance(pool, StatePool) and pool.is_superseded(block))
-            is_for_host = is_wanted and host is not None and host.lacks(key)
-            is_wanted = is_for_host or (is_wanted and self._is_for_folder(key))
-            if is_wanted and num_saving >= min(_MOST_SAVES, pool.num_blocks * _MOST_SAVING):
-                break
-            host_block = None
-            if is_for_host and host is not None:
-                host_block = host.add(key)
-                if host_block is None:
-                    break  # until others are read or written
-            del self._fresh[block]
-            if is_wanted:
-                self._blocks.hold(block, key[0])
-                target = Tier.FOLDER if host_block is None else Tier.HOST
-                self._begin_save(target, key, block, host_block, is_paced=is_paced)
-                num_saving += 1
-                most -= 1
-
-    def _is_for_folder(self, key: BlockKey) -> bool:
-        """Whether the block is to be written to the folder."""
-        return (
-            self._limit is not None
-            and time.monotonic() >= self._paused_until
-            and not os.path.exists(path_of(self._folder, key))
-        )
-
-    def _begin_save(
-        self,
-        target: Tier,
-        key: BlockKey,
-        block: KVCacheBlock | None,
-        host_block: HostBlock | None,
-        *,
-        is_paced: bool,
-    ) -> None:
-        """Write a block, which is held, from the KV cache, or from host memory."""
-        source = Tier.HOST if block is None else Tier.KV_CACHE
-        expected_s = self._pace.begin() if is_paced else None
-        move_id = self._queue(source, target, key, block, host_block, is_beside_steps=is_paced)
-        self._saves[move_id] = _Save(target, key, self._num_ranks, expected_s, block, host_block)
-
-    def _end_save(self, save: _Save) -> None:
-        """Release a block that is written. From host memory it goes on to the folder."""
-        if save.block is not None:
-            self._blocks.release(save.block, save.key[0])
-        host, host_block = self._host, save.host_block
-        if host is None or host_block is None:
-            return
-        if save.target is Tier.HOST and save.has_failed:
-            host.forget(save.key)
-        elif save.target is Tier.HOST:
-            host_block.is_whole = True
-            # Not if its weights are others by now.
-            if self._is_for_folder(save.key) and host.find(save.key) is host_block:
-                self._begin_save(Tier.FOLDER, save.key, None, host_block, is_paced=save.expected_s is not None)
-                return
-        host.release(host_block)
-
-    def _remove(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose content may be wrong."""
-        for key in keys:
-            if self._host is not None:
-                self._host.forget(key)
-            for folder in self._folders:
-                try:
-                    os.unlink(path_of(folder, key))
-                except OSError:
-                    continue  # most blocks are not there
-
     # Turns of the core.
 
     def before_step(self) -> None:
         now = time.monotonic()
         is_due = now >= self._ask_at
-        if self._fresh:
-            if not self._keeps_pace or not self._scheduler.has_unfinished_requests():
-                self._save(_MOST_SAVES, is_paced=False)
+        if self._saves.fresh:
+            if not self._saves.keeps_pace or not self._scheduler.has_unfinished_requests():
+                self._saves.begin(is_paced=False)
             elif is_due:
-                self._save(self._pace.num_blocks(now), is_paced=True)
+                self._saves.begin(is_paced=True)
         is_awaited = self._waiting and self._scheduler.waiting_for(_LOAD)
-        if self._queued or (self._is_busy and (is_awaited or is_due)):
+        if self._moves.moves or (self._is_busy and (is_awaited or is_due)):
             self._ask()
-        if self._fresh or self._is_busy:
+        if self._saves.fresh or self._is_busy:
             self._idle_turns.want(_IDLE_S)
 
     def after_step(self) -> None:
         self._read_ahead()
-        if self._queued:
+        if self._moves.moves:
             self._ask()
 
     @property
     def _is_busy(self) -> bool:
-        return bool(self._loads or self._saves)
-
-    @property
-    def _folders_of_ranks(self) -> list[str]:
-        if not self._folders:
-            self._folders = self._call(RpcCall("kv_tier_folder"))
-            if self._host is not None and self._folders != self._host_is_of:
-                # Its blocks were computed with other weights.
-                self._host.clear()
-            self._host_is_of = self._folders
-        return self._folders
-
-    @property
-    def _host_memory(self) -> HostBlocks | None:
-        """Blocks in host memory, for the present weights; None without kv_offloading_size."""
-        if self._folders_of_ranks and self._has_host and self._host is None:
-            self._host = HostBlocks(self._call(RpcCall("kv_host_layout")))
-        return self._host
-
-    @property
-    def _folder(self) -> str:
-        """Folder of the first rank."""
-        return self._folders_of_ranks[0]
-
-    def _queue(
-        self,
-        source: Tier,
-        target: Tier,
-        key: BlockKey,
-        block: KVCacheBlock | None,
-        host_block: HostBlock | None,
-        *,
-        is_beside_steps: bool = False,
-    ) -> int:
-        move_id, self._next_move_id = self._next_move_id, self._next_move_id + 1
-        block_id = 0 if block is None else block.block_id
-        pieces = () if host_block is None else host_block.pieces
-        self._queued.append(Move(move_id, source, target, key, block_id, pieces, is_beside_steps))
-        return move_id
+        return bool(self._loads) or self._saves.is_busy
 
     def _ask(self) -> None:
         """Give the queued moves to the workers, and take in the results of earlier ones."""
-        moves, self._queued = self._queued, []
+        moves, self._moves.moves = self._moves.moves, []
         unwanted, self._unwanted = self._unwanted, []
-        answers: list[list[MoveResult]] = self._call(RpcCall("move_kv_blocks", (self._folders, moves, unwanted)))
+        asked = self._places.known_folders, moves, unwanted
+        answers: list[list[MoveResult]] = self._call(RpcCall("move_kv_blocks", asked))
         self._ask_at = time.monotonic() + _ASK_S
-        saved: list[_Save] = []
+        saved: list[Save] = []
         for rank, results in enumerate(answers):
             for result in results:
                 saved += self._take(result, is_first=rank == 0)
         # The end of a prefix makes room first.
         for save in reversed(saved):
-            self._end_save(save)
+            self._saves.end(save)
 
-    def _take(self, result: MoveResult, *, is_first: bool) -> Sequence[_Save]:
+    def _take(self, result: MoveResult, *, is_first: bool) -> Sequence[Save]:
         """Take in a result; return the block that is written with it, if there is one."""
-        load, save = self._loads.get(result.move_id), self._saves.get(result.move_id)
+        load = self._loads.get(result.move_id)
         if load is not None:
             if result.error is not None:
                 if not load.is_unwanted:
@@ -584,44 +373,19 @@ class TierScheduling(SchedulerFeature):
             load.pending[result.move_id] -= 1
             if not load.pending[result.move_id]:
                 del load.pending[result.move_id], self._loads[result.move_id]
-                if host_block is not None and self._host is not None:
-                    self._host.release(host_block)
+                if host_block is not None and self._places.host is not None:
+                    self._places.host.release(host_block)
             if not load.pending:
                 self._end_load(load)
-        elif save is not None:
-            save.num_pending -= 1
-            save.cost_s = max(save.cost_s, result.cost_s)
-            if result.error is not None:
-                save.has_failed = True
-                self._pause(result.error)
-            is_for_host = save.target is Tier.HOST
-            if is_first:
-                self._counts["kv_host_saved_bytes" if is_for_host else "kv_tier_saved_bytes"] += result.num_bytes
-            if not is_for_host:
-                self._note_written(result.num_bytes)
-            if not save.num_pending:
-                del self._saves[result.move_id]
-                if save.expected_s is not None:
-                    self._pace.end(save.expected_s, save.cost_s)
-                return (save,)
-        return ()
-
-    def _note_written(self, num_bytes: int) -> None:
-        if self._limit is not None:
-            self._limit.note_written(num_bytes)
-
-    def _pause(self, error: str) -> None:
-        """Write nothing to the folder for a while."""
-        if time.monotonic() >= self._paused_until:
-            logger.warning("No blocks of the KV cache are saved for %.0f s: %s", _PAUSE_S, error)
-        self._paused_until = time.monotonic() + _PAUSE_S
+            return ()
+        return self._saves.take(result, is_first=is_first)
 
     def _save_all(self) -> None:
         """Write all full blocks, as many at once as are held at once, and wait for them."""
         give_up_at = time.monotonic() + _LONGEST_END_S
         self._finish()
-        while self._fresh and time.monotonic() < give_up_at:
-            self._save(_MOST_SAVES, is_paced=False)
+        while self._saves.fresh and time.monotonic() < give_up_at:
+            self._saves.begin(is_paced=False)
             if not self._is_busy:
                 return  # no step that computes the others is done
             self._finish()
@@ -649,39 +413,22 @@ class TierScheduling(SchedulerFeature):
         if self._is_busy and not self._services.has_lost_workers():
             self._finish()
         # The weights may be others from now on.
-        self._folders = []
-        self._fresh.clear()
+        self._places.ask_again()
+        self._saves.fresh.clear()
         self._tried.clear()
 
     def reset_connector(self) -> bool:
-        """Remove all blocks of this engine's fingerprint, which other engines that share the folder compute again."""
-        if self._host is not None:
-            self._host.clear()
-        if self._limit is None:
-            return True
-        try:
-            folders = self._folders_of_ranks
-        except PenstockError as error:
-            logger.warning("The blocks in kv_offload_dir are not removed: %s", error)
-            return False
-        failures = [failure for folder in folders for failure in remove_folder(Path(folder))]
-        if failures:
-            logger.warning("%d blocks in kv_offload_dir are not removed: %s", len(failures), failures[0])
-        # It is described anew with its next block.
-        self._folders = []
-        return not failures
+        return self._places.remove_all()
 
     def workers_replaced(self) -> None:
-        self._host = None  # their memory is lost
+        self._places.workers_replaced()
         for load in {id(load): load for load in self._loads.values()}.values():
             load.failed.update(load.blocks)
             self._end_load(load)
-        for save in self._saves.values():
-            if save.block is not None:
-                self._blocks.release(save.block, save.key[0])
-        for kept in (self._loads, self._saves, self._fresh, self._queued, self._unwanted, self._tried, self._ahead):
+        self._saves.workers_replaced()
+        self._moves.moves.clear()
+        for kept in (self._loads, self._unwanted, self._tried, self._ahead):
             kept.clear()
-        self._folders = []
 
     # Calls of the deployment's side.
 
@@ -690,14 +437,15 @@ class TierScheduling(SchedulerFeature):
 
         Raises InvalidRequest without a folder.
         """
-        if self._limit is None:
+        if self._places.limit is None:
             raise InvalidRequest("Prefixes are saved in a folder. Start the engine with kv_offload_dir=FOLDER.")
         if not token_ids:
             return [(0, [])]
         self._save_all()
         request = Request("", list(token_ids), SamplingParams(max_tokens=1))
         keys = self._kv_cache.keys_of(request)
-        paths = [path for folder in self._folders for key in keys if os.path.exists(path := path_of(folder, key))]
+        folders = self._places.known_folders
+        paths = [path for folder in folders for key in keys if os.path.exists(path := path_of(folder, key))]
         # The prompt of a later request has at least a token more.
         request.all_token_ids.append(0)
         return [(self._kv_cache.find_with(request, self._find).num_tokens, paths)]
@@ -708,12 +456,13 @@ class TierScheduling(SchedulerFeature):
     def gauges(self) -> Mapping[str, float]:
         # Engines beside each other have one folder.
         is_first = self._services.config.parallel.data_parallel_rank == 0
-        return {} if self._limit is None else {"kv_tier_folder_bytes": self._limit.num_bytes if is_first else 0}
+        limit = self._places.limit
+        return {} if limit is None else {"kv_tier_folder_bytes": limit.num_bytes if is_first else 0}
 
     def close(self) -> None:
         self._idle_turns.close()
-        if self._limit is not None:
+        if self._places.limit is not None:
             self._save_what_is_left()
-            self._limit.close()
+            self._places.limit.close()
         if self._copies is not None:
             self._copies.close()
