@@ -15,6 +15,7 @@ from penstock import LLM, SamplingParams
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.replay import replay
+from penstock.features.kv_files.files import ABOUT
 from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
@@ -57,6 +58,27 @@ def engine(model: Path, folder: Path, **options: Any) -> Iterator[EngineCore]:
 
 def hits(core: EngineCore) -> int:
     return core.stats().counters["external_prefix_cache_hits"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_block_of_which_one_rank_lacks_its_share_is_saved_anew(
+    tmp_path: Path, folder: Path, undisturbed: list[Result], rank: int
+) -> None:
+    model, options = tmp_path / "model", {"tensor_parallel_size": 2, "num_threads": 2}
+    tiny_checkpoint(model, vocab_size=VOCAB_SIZE)
+    with engine(model, folder, kv_load_policy="always", **options) as core:
+        assert_same(run(core, PROMPTS, PARAMS), undisturbed)
+        of_rank = Path(core.collective_rpc(RpcCall("kv_tier_folder"))[rank])
+    blocks = [path for path in of_rank.rglob("*") if path.is_file() and path.name != ABOUT]
+    for path in blocks[::2]:
+        path.unlink()
+    with engine(model, folder, kv_load_policy="always", **options) as core:
+        assert_same(run(core, PROMPTS, PARAMS), undisturbed)
+    with engine(model, folder, kv_load_policy="always", **options) as core:
+        assert_same(run(core, PROMPTS, PARAMS), undisturbed)
+        assert core.stats().counters["kv_tier_failed_loads"] == 0
+        assert hits(core) > 0
 
 
 RANKS: dict[str, dict[str, Any]] = {

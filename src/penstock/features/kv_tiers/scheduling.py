@@ -363,6 +363,8 @@ class TierScheduling(SchedulerFeature):
                     logger.warning(
                         "A block of the KV cache is computed, since it could not be loaded: %s", result.error
                     )
+                    # Of all ranks, since one that lacks its share would fail with the next load too.
+                    self._places.remove([load.blocks[result.move_id][1]])
                 load.failed.add(result.move_id)
             elif is_first:
                 load.begun, load.ended = min(load.begun, result.begun), max(load.ended, result.ended)
