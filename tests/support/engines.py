@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,19 +122,41 @@ def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> li
     return [torch.randint(3, vocab_size, (length,), generator=generator).tolist() for length in lengths]
 
 
-def assert_greedy_continuation(
-    oracle: PreTrainedModel, prompt: Sequence[int], result: Result, tolerance: float = TOLERANCE
-) -> None:
-    """Every token is the oracle's best after the ones before it, and its log-probabilities are the oracle's."""
+def assert_greedy_continuation(oracle: PreTrainedModel, prompt: Sequence[int], result: Result) -> None:
+    """Every token is the oracle's best after the ones before it, and its log-probabilities are the oracle's.
+
+    Of a model that amplifies rounding, as tiny delta rules do, more is allowed: see `assert_within_rounding`.
+    """
     sequence = [*prompt, *result.tokens]
     logits = oracle_logits(oracle, sequence)[len(prompt) - 1 : -1]
-    for position, (row, token) in enumerate(zip(logits, result.tokens, strict=True)):
-        gap = float(row.max() - row[token])
-        assert gap <= tolerance, f"token {position} of {len(result.tokens)} is {gap} below the oracle's best"
     expected = torch.log_softmax(logits, dim=-1)
+    errors = [float(row.max() - row[token]) for row, token in zip(logits, result.tokens, strict=True)]
     for row, logprobs in zip(expected, result.logprobs, strict=False):
-        for token, value in logprobs.items():
-            assert abs(float(row[token]) - value) <= tolerance
+        errors += [abs(float(row[token]) - value) for token, value in logprobs.items()]
+    assert_within_rounding(errors, lambda: _rounding_of(oracle, sequence, len(prompt)))
+
+
+def assert_within_rounding(errors: Sequence[float], rounding: Callable[[], float]) -> None:
+    """No error is larger than TOLERANCE, or than four times what float32 costs the oracle, if that is more."""
+    # NaN is no number that is small.
+    if not all(error <= TOLERANCE for error in errors):
+        tolerance = max(TOLERANCE, 4 * rounding())
+        wrong = {index: error for index, error in enumerate(errors) if not error <= tolerance}
+        assert not wrong, f"more than {tolerance} from the oracle, tokens first: {wrong}"
+
+
+def _rounding_of(oracle: PreTrainedModel, sequence: Sequence[int], begin: int) -> float:
+    """The most by which float32 changes log-probabilities after the tokens from `begin` on."""
+    models = (oracle, in_float64(oracle))
+    narrow_TV, wide_TV = (torch.log_softmax(oracle_logits(one, sequence).double(), -1) for one in models)
+    return float((narrow_TV - wide_TV)[begin - 1 : -1].abs().max())
+
+
+def in_float64(oracle: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model in float64."""
+    wide = copy.deepcopy(oracle).double()
+    wide.set_experts_implementation("eager")  # grouped products have no float64
+    return wide
 
 
 def run_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
