@@ -28,12 +28,11 @@ from penstock.loader.kv_cache_scales import names_of_scales
 from penstock.loader.packed_state import (
     Layouts,
     PackedState,
-    check_layers,
     form_of,
-    in_forms,
     is_packed,
     tensors_of_method,
 )
+from penstock.loader.rank_share import Places, RankShare, ShareableWeight, Unshareable, packed_tensors, rows_of, view_of
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState, Share
 
@@ -57,23 +56,6 @@ class SavedRanks:
         return self.ranks[0].header
 
 
-class Unshareable(Exception):
-    """A weight that this arrangement cannot share; its text says why, as a clause."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    """A weight, or the tensor of a checkpoint that is a part of it.
-
-    values: of floats one tensor; of quantised weights the integers [O, I] of each `QuantizedWeight`. of_groups: the
-    scales and minimums [O, G] of all of these; none of floats.
-    """
-
-    values: Sequence[Tensor]
-    of_groups: Sequence[Tensor] = ()
-    group_size: int = 0
-
-
 class Resharding:
     """Weights of a rank of another arrangement than the saved one. model: of that rank, on the meta device.
 
@@ -95,9 +77,9 @@ class Resharding:
         self._quantization = saved.header.get("quantization")
         # Loading replaces the parameters of the model.
         self._targets = model.state_dict(keep_vars=True)
-        self._places = _Places(model)
+        self._places = Places(model)
         self._shares = [
-            _RankShare(build(parallel), state, kind, layouts)
+            RankShare(build(parallel), state, kind, layouts)
             for parallel, state in zip(saved.arrangement.ranks(), saved.ranks, strict=True)
         ]
 
@@ -169,7 +151,7 @@ class Resharding:
             entry["shape"] = {**entry["shape"], "group_size": weight.group_size}
         return entry, {**self._packed(layer, entry, weight), **orders}
 
-    def _packed(self, layer: LinearLayer, entry: Mapping[str, Any], weight: _Weight) -> Mapping[str, Tensor]:
+    def _packed(self, layer: LinearLayer, entry: Mapping[str, Any], weight: ShareableWeight) -> Mapping[str, Tensor]:
         """Tensors of a layer's method with this weight."""
         method, forms = form_of(entry, layer, {}, self._kind, self._layouts)
         if weight.values[0].is_meta:
@@ -183,9 +165,9 @@ class Resharding:
             QuantizedWeight(method.shape, values_OI, *weight.of_groups[number * num_each : (number + 1) * num_each])
             for number, values_OI in enumerate(weight.values)
         ]
-        return {key: method.packed(one) for key, one in zip(_packed_tensors(forms), weights, strict=True)}
+        return {key: method.packed(one) for key, one in zip(packed_tensors(forms), weights, strict=True)}
 
-    def _orders(self, target: Tensor, sources: Sequence[tuple[_RankShare, Tensor]]) -> dict[str, Tensor]:
+    def _orders(self, target: Tensor, sources: Sequence[tuple[RankShare, Tensor]]) -> dict[str, Tensor]:
         """Order of the input features of a layer with act-order, of which ranks can share output features alone."""
         if any(part is not None and part.dim != 0 for part in self._parts(target)):
             raise Unshareable(
@@ -202,7 +184,7 @@ class Resharding:
         places = [self._places, *(share.places for share in self._shares)]
         return [of.slots[name].part for name in self._places.names(target) for of in places if name in of.slots]
 
-    def _sources(self, target: Tensor) -> list[tuple[_RankShare, Tensor]]:
+    def _sources(self, target: Tensor) -> list[tuple[RankShare, Tensor]]:
         """Parameters of the saved ranks with shares of the same tensors."""
         names = self._places.names(target)
         found = [
@@ -215,7 +197,7 @@ class Resharding:
             raise Unshareable("no rank has it")
         return found
 
-    def _same_share(self, target: Tensor) -> tuple[_RankShare, Tensor] | None:
+    def _same_share(self, target: Tensor) -> tuple[RankShare, Tensor] | None:
         """A saved rank's parameter with the same shares of the same tensors; None without one."""
         here = self._places
         for share in self._shares:
@@ -231,27 +213,27 @@ class Resharding:
         """Whether the saved states have a packed weight as floats too."""
         return any(share.floats(source) is not None for share, source in self._sources(weight))
 
-    def _assembled(self, target: Tensor) -> _Weight:
+    def _assembled(self, target: Tensor) -> ShareableWeight:
         """A parameter of this rank, of the checkpoint's tensors of which it has shares."""
-        whole: _Weight | None = None
+        whole: ShareableWeight | None = None
         for name in self._places.names(target):
             slot = self._places.slots[name]
             piece = self._divided(slot, self._joined(name))
             if whole is None:
                 groups = [of_OG.new_zeros(target.shape[0], of_OG.shape[1]) for of_OG in piece.of_groups]
-                whole = _Weight([one.new_zeros(target.shape) for one in piece.values], groups, piece.group_size)
+                whole = ShareableWeight([one.new_zeros(target.shape) for one in piece.values], groups, piece.group_size)
             if piece.group_size != whole.group_size or len(piece.values) != len(whole.values):
                 raise Unshareable(_DIFFERENT)
             for values, part in zip(whole.values, piece.values, strict=True):
-                _view(values, slot.target).copy_(part)
+                view_of(values, slot.target).copy_(part)
             for groups_OG, part in zip(whole.of_groups, piece.of_groups, strict=True):
-                groups_OG[_rows(slot.target)] = part
+                groups_OG[rows_of(slot.target)] = part
         for share in self._shares:
             share.forget()
         assert whole is not None, "has names"
         return whole
 
-    def _joined(self, name: str) -> _Weight:
+    def _joined(self, name: str) -> ShareableWeight:
         """A checkpoint's tensor, of the shares of all ranks."""
         pieces = [(share.places.slots[name], share.piece(name)) for share in self._shares if name in share.places.slots]
         slot, first = pieces[0]
@@ -263,9 +245,11 @@ class Resharding:
         for slot, piece in pieces:
             for values, part in zip(whole, piece.values, strict=True):
                 _put(values, slot.part, part)
-        return self._with_groups(pieces, whole) if first.of_groups else _Weight(whole)
+        return self._with_groups(pieces, whole) if first.of_groups else ShareableWeight(whole)
 
-    def _with_groups(self, pieces: Sequence[tuple[WeightSlot, _Weight]], values: Sequence[Tensor]) -> _Weight:
+    def _with_groups(
+        self, pieces: Sequence[tuple[WeightSlot, ShareableWeight]], values: Sequence[Tensor]
+    ) -> ShareableWeight:
         """A quantised tensor with these integers, and the scales and minimums of its pieces."""
         (slot, first), (num_outputs, num_inputs) = pieces[0], values[0].shape
         group_size, num_groups = first.group_size, first.of_groups[0].shape[1]
@@ -277,7 +261,7 @@ class Resharding:
                 for _, piece in pieces
                 for one, other in zip(piece.of_groups, first.of_groups, strict=True)
             ):
-                return _Weight(values, first.of_groups, num_inputs)
+                return ShareableWeight(values, first.of_groups, num_inputs)
             self._check_group_size(group_size, num_inputs)
             num_groups = -(-num_inputs // group_size)
         joined = [of_OG.new_zeros(num_outputs, num_groups) for of_OG in first.of_groups]
@@ -285,23 +269,23 @@ class Resharding:
             part = _part_of_groups(slot.part, group_size, num_groups) if is_split else slot.part
             for whole_OG, of_OG in zip(joined, piece.of_groups, strict=True):
                 _put(whole_OG, part, of_OG)
-        return _Weight(values, joined, group_size)
+        return ShareableWeight(values, joined, group_size)
 
-    def _divided(self, slot: WeightSlot, whole: _Weight) -> _Weight:
+    def _divided(self, slot: WeightSlot, whole: ShareableWeight) -> ShareableWeight:
         """This rank's share of a checkpoint's tensor."""
         part = slot.part
         if part is None:
             return whole
         values = [part.of(one) for one in whole.values]
         if not whole.of_groups or part.dim == 0:
-            return _Weight(values, [part.of(of_OG) for of_OG in whole.of_groups], whole.group_size)
+            return ShareableWeight(values, [part.of(of_OG) for of_OG in whole.of_groups], whole.group_size)
         num_inputs, num_groups = sum(share.size for share in part.shares), whole.of_groups[0].shape[1]
         if num_groups == 1 and self._quantization is None:  # a scale per output feature
-            return _Weight(values, whole.of_groups, num_inputs)
+            return ShareableWeight(values, whole.of_groups, num_inputs)
         self._check_group_size(whole.group_size, num_inputs)
         groups = _part_of_groups(part, whole.group_size, num_groups)
         assert groups is not None, "of input features"
-        return _Weight(values, [groups.of(of_OG) for of_OG in whole.of_groups], whole.group_size)
+        return ShareableWeight(values, [groups.of(of_OG) for of_OG in whole.of_groups], whole.group_size)
 
     def _check_group_size(self, group_size: int, num_inputs: int) -> None:
         """Refuse groups that the option `quantization` would not make of so many input features."""
@@ -339,114 +323,6 @@ class Resharding:
             ) from error
 
 
-class _RankShare:
-    """State of one saved rank, with its model on the meta device. Unpacked weights are kept until `forget`."""
-
-    def __init__(self, model: CausalLM, state: PackedState, kind: str, layouts: Layouts | None) -> None:
-        self.places, self.tensors = _Places(model), state.tensors
-        self._kind, self._layouts = kind, layouts
-        self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
-        self._entries: Mapping[str, Any] = state.header.get("layers", {})
-        if state.header:
-            check_layers(self._layers, self._entries)
-        self._layer_names = {id(layer.weight): name for name, layer in self._layers.items()}
-        self._tensor_names: dict[int, list[str]] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
-            self._tensor_names.setdefault(id(tensor), []).append(name)
-        self._unpacked: dict[str, _Weight] = {}
-
-    def entry(self, weight: Tensor) -> dict[str, Any]:
-        """Entry of the linear layer with this weight."""
-        return dict(self._entries[self._layer_names[id(weight)]])
-
-    def of_method(self, weight: Tensor) -> dict[str, Tensor]:
-        """Tensors of the method of the linear layer with this weight; none if it is not packed."""
-        name = self._layer_names[id(weight)]
-        return {
-            attribute: self._stored(f"{name}.method.{attribute}")
-            for attribute in self._entries[name].get("tensors", ())
-        }
-
-    def floats(self, target: Tensor) -> Tensor | None:
-        """A parameter or buffer as it was stored; None if only its packed form was."""
-        found = (self.tensors[name] for name in self._tensor_names[id(target)] if name in self.tensors)
-        return next(found, None)
-
-    def weight(self, target: Tensor) -> _Weight:
-        """A parameter or buffer, or the weight of a linear layer."""
-        stored = self.floats(target)
-        if stored is not None:
-            if stored.shape != target.shape:
-                raise Unshareable(f"its share has the shape {list(stored.shape)}, and needs {list(target.shape)}")
-            return _Weight([stored])
-        name = self._layer_names.get(id(target))
-        if name is None or name not in self._entries or not is_packed(self._entries[name]):
-            raise Unshareable(f"the saved state lacks {self._tensor_names[id(target)][0]}")
-        if name not in self._unpacked:
-            self._unpacked[name] = self._unpack(name, target)
-        return self._unpacked[name]
-
-    def piece(self, name: str) -> _Weight:
-        """This rank's share of a checkpoint's tensor."""
-        slot = self.places.slots[name]
-        weight = self.weight(self.places.parameter(name))
-        groups = [groups_OG[_rows(slot.target)] for groups_OG in weight.of_groups]
-        return _Weight([_piece(values, slot) for values in weight.values], groups, weight.group_size)
-
-    def forget(self) -> None:
-        """Free unpacked weights."""
-        self._unpacked.clear()
-
-    def _unpack(self, name: str, weight: Tensor) -> _Weight:
-        entry, layer = self._entries[name], self._layers[name]
-        stored = self.of_method(weight)
-        method, forms = form_of(entry, layer, stored, self._kind, self._layouts)
-        is_meta = stored["packed_OI"].is_meta
-        if not isinstance(method, QuantizedMethod):
-            if is_meta:
-                return _Weight([weight.new_empty(weight.shape, dtype=getattr(torch, entry["dtype"]))])
-            for attribute, tensor in in_forms(name, stored, forms, _CPU).items():
-                setattr(method, attribute, tensor)
-            assert method.packed_OI is not None, "was set"
-            return _Weight([method.unpack(method.packed_OI, layer.output_size)])
-        shape = method.shape
-        assert shape is not None, "has a form"
-        if is_meta:
-            values_OI = weight.new_empty(weight.shape, dtype=torch.int8)
-            scales_OG = weight.new_empty(shape.output_size, shape.num_groups, dtype=torch.float32)
-            weights = [QuantizedWeight(shape, values_OI, scales_OG, scales_OG if shape.has_minimums else None)]
-            weights *= len(_packed_tensors(forms))
-        else:
-            tensors = in_forms(name, stored, forms, _CPU)
-            weights = [method.unpacked(tensors[key]) for key in _packed_tensors(forms)]
-        groups = [of_OG for one in weights for of_OG in (one.scales_OG, one.minimums_OG) if of_OG is not None]
-        return _Weight([one.values_OI for one in weights], groups, shape.group_size)
-
-    def _stored(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            raise Unshareable(f"the saved state lacks {name}")
-        return self.tensors[name]
-
-
-class _Places:
-    """Slots of the tensors of a checkpoint in a model. slots: by tensor; matrices have their outputs first."""
-
-    def __init__(self, model: CausalLM) -> None:
-        self.slots = {name: _outputs_first(slot) for name, slot in model.checkpoint_slots().items()}
-        self._names: dict[int, list[str]] = {}
-        for name in self.slots:
-            self._names.setdefault(id(self.parameter(name)), []).append(name)
-
-    def names(self, target: Tensor) -> Sequence[str]:
-        """Tensors of a checkpoint that a parameter or buffer consists of."""
-        return self._names.get(id(target), ())
-
-    def parameter(self, name: str) -> Tensor:
-        """The parameter or buffer that a tensor is in."""
-        target = self.slots[name].target
-        return target if target._base is None else target._base
-
-
 def _joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Entry of a layer that is made of shares with these."""
     first = dict(entries[0])
@@ -461,23 +337,6 @@ def _joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             raise Unshareable(_DIFFERENT)
         first["shape"] = {**first["shape"], "scale_bytes": max(scale_bytes)}
     return first
-
-
-def _packed_tensors(forms: Mapping[str, Tensor]) -> list[str]:
-    """Attributes of a quantised method with a packed weight each."""
-    return [key for key, form in forms.items() if form.dtype is torch.uint8]
-
-
-def _outputs_first(slot: WeightSlot) -> WeightSlot:
-    """A slot with the dimensions of the parameter, where the checkpoint has its matrix transposed."""
-    target = slot.target
-    is_transposed = target.dim() == 2 and target.stride(0) == 1 != target.stride(1)
-    if not is_transposed or len(slot.shape) != 2:
-        return slot
-    part = slot.part
-    if part is not None:
-        part = Part(1 - part.dim, part.shares, part.interleaved)
-    return WeightSlot(slot.shape[::-1], target.t(), part)
 
 
 def _are_alike(slot: WeightSlot, other: WeightSlot) -> bool:
@@ -510,41 +369,12 @@ def _start(share: Share) -> int:
     return share.start
 
 
-def _view(values: Tensor, target: Tensor) -> Tensor:
-    """The part of a parameter's values, which are contiguous, that a slot's target is of the parameter."""
-    offset = values.storage_offset() + target.storage_offset()
-    return values.as_strided(target.shape, target.stride(), offset)
-
-
-def _piece(values: Tensor, slot: WeightSlot) -> Tensor:
-    """The part of a tensor that a slot has loaded into a parameter with these values."""
-    piece = _view(values, slot.target)
-    sizes = list(slot.shape)
-    if slot.part is not None:
-        sizes[slot.part.dim] = sum(share.size for share in slot.part.shares)
-    while piece.dim() > len(sizes):  # was repeated
-        piece = piece[0]
-    for dim, size in enumerate(sizes):
-        if size < piece.shape[dim]:
-            piece = piece.narrow(dim, 0, size)
-    return piece
-
-
 def _put(whole: Tensor, part: Part | None, values: Tensor) -> None:
     """Write a part's values to their place in the whole tensor."""
     if part is None:
         whole.copy_(values)
     else:
         part.put(whole, values)
-
-
-def _rows(target: Tensor) -> slice:
-    """Rows of a matrix that a slot's target consists of."""
-    base = target if target._base is None else target._base
-    if target.dim() != 2 or target.stride() != base.stride() or target.shape[1] != base.shape[1]:
-        raise Unshareable("its tensors in a checkpoint are not rows of it")
-    begin = int(target.storage_offset()) // base.shape[1]
-    return slice(begin, begin + target.shape[0])
 
 
 def _part_of_groups(part: Part | None, group_size: int, num_groups: int) -> Part | None:
