@@ -25,10 +25,9 @@ from support.adapters import VARIANTS
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.disturbed_workers import FailingWorker
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.kept_blocks import PROMPTS, VOCAB, answers, counter, same
 from support.random_requests import run_at_random
 
-VOCAB = 97
-PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=VOCAB)
 # Whole blocks of 16 tokens without the last token.
 NUM_LOADED = 64 + 96 + 32
 MODULE = "features.kv_connector.memory_connector"
@@ -58,20 +57,6 @@ def engine(model: Path | str, config: dict[str, Any] | None, **options: Any) -> 
         yield core
     finally:
         core.close()
-
-
-def answers(core: EngineCore, prompts: Sequence[Sequence[int]] = PROMPTS, max_tokens: int = 12) -> list[Result]:
-    return run(core, prompts, greedy(max_tokens, logprobs=2))
-
-
-def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
-    return [(result.tokens, result.logprobs) for result in one] == [
-        (result.tokens, result.logprobs) for result in other
-    ]
-
-
-def counter(core: EngineCore, name: str) -> int:
-    return core.stats().counters[name]
 
 
 def drain(core: EngineCore) -> None:

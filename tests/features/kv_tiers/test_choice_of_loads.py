@@ -22,6 +22,7 @@ from penstock.scheduler.measured_costs import ComputeTimes
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
+from support.kept_blocks import counter
 
 VOCAB = 97
 PROMPTS = random_prompts([97, 90, 81, 70], vocab_size=VOCAB)
@@ -56,10 +57,6 @@ def expected(model: Path, folder: Path) -> list[Result]:
     """Answers of an engine that fills the folder."""
     with engine(model, folder) as core:
         return run(core, PROMPTS, greedy(6))
-
-
-def counter(core: EngineCore, name: str) -> int:
-    return core.stats().counters[name]
 
 
 def side_of(core: EngineCore) -> TierScheduling:

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,9 @@ from support.arrangements import PROMPTS as MANY_PROMPTS
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import SMALL, Result, add, bytes_of_blocks, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
+from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, counter, same
 from support.random_requests import run_at_random
 
-VOCAB = 97
-PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=VOCAB)
 GIB = 1 << 30
 
 
@@ -45,16 +44,6 @@ def engine(model: Path, host_bytes: int | None = 16 << 20, **options: Any) -> It
         core.close()
 
 
-def answers(core: EngineCore, prompts: Sequence[Sequence[int]] = PROMPTS, max_tokens: int = 12) -> list[Result]:
-    return run(core, prompts, greedy(max_tokens, logprobs=2))
-
-
-def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
-    return [(result.tokens, result.logprobs) for result in one] == [
-        (result.tokens, result.logprobs) for result in other
-    ]
-
-
 def finish_saves(core: EngineCore) -> None:
     side = scheduler_side(core, TierScheduling)
     give_up_at = time.monotonic() + 30
@@ -64,30 +53,14 @@ def finish_saves(core: EngineCore) -> None:
         time.sleep(0.001)
 
 
-def counter(core: EngineCore, name: str) -> int:
-    return core.stats().counters[name]
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("llama", {}),
-    "windows": ("gemma2", {}),
-    "latents": ("deepseek_v3", {}),
-    "states": ("lfm2", {}),
-    "states-of-all-borders": ("qwen3_5", {"mamba_cache_mode": "all"}),
-    "two-mixers": ("falcon_h1", {}),
-    "int8-cache": ("llama", {"kv_cache_dtype": "int8"}),
-    "bfloat16-cache": ("qwen2", {"kv_cache_dtype": "bfloat16"}),
-    "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-    "asynchronous": ("llama", {"async_scheduling": True}),
-}
 _QUICK = ("full", "windows", "states", "int8-cache")
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [case if case in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in KINDS]
 )
 def test_blocks_that_left_the_kv_cache_come_back(tmp_path: Path, case: str) -> None:
-    family, options = CASES[case]
+    family, options = KINDS[case]
     save_checkpoint(tiny_model(family), tmp_path / "model")
     with engine(tmp_path / "model", None, **options) as core:
         expected = answers(core)
@@ -174,7 +147,7 @@ def test_blocks_go_on_to_the_folder_and_come_from_the_first_tier_that_has_them(t
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
 def test_random_schedules_with_little_of_both(tmp_path: Path, case: str, seed: int) -> None:
     """Requests that come, end and are aborted at random; host memory and the KV cache both have to make room."""
-    family, options = CASES[case]
+    family, options = KINDS[case]
     save_checkpoint(tiny_model(family), tmp_path / "model")
     (tmp_path / "blocks").mkdir()
     choose = random.Random(seed)
@@ -188,7 +161,7 @@ def test_random_schedules_with_little_of_both(tmp_path: Path, case: str, seed: i
         expected = [run(core, [prompt], params)[0].tokens for prompt in prompts]
     if seed % 2:
         options = {**options, "kv_offload_dir": str(tmp_path / "blocks")}
-    host_bytes = bytes_of_blocks(tmp_path / "model", 15, **CASES[case][1])
+    host_bytes = bytes_of_blocks(tmp_path / "model", 15, **KINDS[case][1])
     with engine(tmp_path / "model", host_bytes, num_blocks=24, max_num_seqs=4, **options) as core:
         scheduler_side(core, TierScheduling)._saves.keeps_pace = False
         for _ in range(4):

@@ -6,7 +6,7 @@ import contextlib
 import random
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,10 @@ from penstock.features.kv_files.folder import blocks_in
 from penstock.features.kv_tiers.saves import Pace
 from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
-from support.engines import Result, add, finish, greedy, make_core, random_prompts, run
+from support.engines import add, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
+from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, counter, same
 from support.random_requests import run_at_random
-
-VOCAB = 97
-PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=VOCAB)
 
 
 @pytest.fixture
@@ -44,47 +42,18 @@ def engine(model: Path, folder: Path | None, **options: Any) -> Iterator[EngineC
         core.close()
 
 
-def answers(core: EngineCore, prompts: Sequence[Sequence[int]] = PROMPTS, max_tokens: int = 12) -> list[Result]:
-    return run(core, prompts, greedy(max_tokens, logprobs=2))
-
-
-def same(one: Sequence[Result], other: Sequence[Result]) -> bool:
-    return [(result.tokens, result.logprobs) for result in one] == [
-        (result.tokens, result.logprobs) for result in other
-    ]
-
-
 def files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and path.name != ABOUT]
-
-
-def counter(core: EngineCore, name: str) -> int:
-    return core.stats().counters[name]
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "full": ("llama", {}),
-    "windows": ("gemma2", {}),
-    "latents": ("deepseek_v3", {}),
-    "states": ("lfm2", {}),
-    "states-of-all-borders": ("qwen3_5", {"mamba_cache_mode": "all"}),
-    "two-mixers": ("falcon_h1", {}),
-    "int8-cache": ("llama", {"kv_cache_dtype": "int8"}),
-    "bfloat16-cache": ("qwen2", {"kv_cache_dtype": "bfloat16"}),
-    "drafts": ("llama", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-    "int8": ("llama", {"quantization": "int8"}),
-    "asynchronous": ("llama", {"async_scheduling": True}),
-}
 
 
 _QUICK = ("full", "windows", "states")
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [case if case in _QUICK else pytest.param(case, marks=pytest.mark.slow) for case in KINDS]
 )
 def test_a_new_engine_loads_what_an_earlier_one_computed(tmp_path: Path, folder: Path, case: str) -> None:
-    family, options = CASES[case]
+    family, options = KINDS[case]
     save_checkpoint(tiny_model(family), tmp_path / "model")
     with engine(tmp_path / "model", None, **options) as core:
         expected = answers(core)
@@ -401,7 +370,7 @@ def _no_space(*_: object) -> int:
 @pytest.mark.parametrize("case", ["full", "windows", "states"])
 def test_random_schedules_in_a_small_cache(tmp_path: Path, folder: Path, case: str, seed: int) -> None:
     """Requests that come, end and are aborted at random, with common prefixes, preemption and resets."""
-    family, options = CASES[case]
+    family, options = KINDS[case]
     save_checkpoint(tiny_model(family), tmp_path / "model")
     choose = random.Random(seed)
     stems = random_prompts([40, 64, 50], vocab_size=VOCAB, seed=seed)
