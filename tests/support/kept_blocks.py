@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("llama", {"quantization": "int8"}),
     "asynchronous": ("llama", {"async_scheduling": True}),
 }
+
+
+def branching_prompts(choose: random.Random, seed: int) -> list[list[int]]:
+    """Twelve prompts, each one of three beginnings and an end of its own."""
+    stems = random_prompts([40, 64, 50], vocab_size=VOCAB, seed=seed)
+    return [
+        [*choose.choice(stems), *random_prompts([choose.randint(1, 40)], vocab_size=VOCAB, seed=seed * 100 + index)[0]]
+        for index in range(12)
+    ]
 
 
 def answers(core: EngineCore, prompts: Sequence[Sequence[int]] = PROMPTS, max_tokens: int = 12) -> list[Result]:

@@ -23,7 +23,7 @@ from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import add, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
-from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, counter, same
+from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, branching_prompts, counter, same
 from support.random_requests import run_at_random
 
 
@@ -373,11 +373,7 @@ def test_random_schedules_in_a_small_cache(tmp_path: Path, folder: Path, case: s
     family, options = KINDS[case]
     save_checkpoint(tiny_model(family), tmp_path / "model")
     choose = random.Random(seed)
-    stems = random_prompts([40, 64, 50], vocab_size=VOCAB, seed=seed)
-    prompts = [
-        [*choose.choice(stems), *random_prompts([choose.randint(1, 40)], vocab_size=VOCAB, seed=seed * 100 + index)[0]]
-        for index in range(12)
-    ]
+    prompts = branching_prompts(choose, seed)
     params = greedy(choose.randint(2, 10))
     with engine(tmp_path / "model", None, **options) as core:
         expected = [run(core, [prompt], params)[0].tokens for prompt in prompts]
