@@ -67,12 +67,19 @@ async def last_of(engine: AsyncEngine, prompt: str, begun: asyncio.Event | None 
     return output
 
 
+async def running_streams(engine: AsyncEngine) -> list[asyncio.Task[RequestOutput]]:
+    """Streams of all prompts, of which each has begun: what has not begun waits for the end of a pause."""
+    begun = [asyncio.Event() for _ in PLAYS]
+    streams = [asyncio.ensure_future(last_of(engine, prompt, event)) for prompt, event in zip(PLAYS, begun, strict=True)]
+    for event in begun:
+        await event.wait()
+    return streams
+
+
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_streams_go_on_after_a_sleep_that_keeps_them(expected: list[Any], in_process: bool) -> None:
     async def use(engine: AsyncEngine) -> None:
-        begun = asyncio.Event()
-        streams = [asyncio.ensure_future(last_of(engine, prompt, begun)) for prompt in PLAYS]
-        await begun.wait()
+        streams = await running_streams(engine)
         await engine.sleep(mode="keep")
         assert await engine.is_sleeping()
         assert not any(stream.done() for stream in streams)
@@ -89,9 +96,7 @@ def test_streams_go_on_after_a_sleep_that_keeps_them(expected: list[Any], in_pro
 @pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_streams_end_as_the_mode_of_a_pause_says(expected: list[Any], in_process: bool) -> None:
     async def use(engine: AsyncEngine) -> None:
-        begun = asyncio.Event()
-        streams = [asyncio.ensure_future(last_of(engine, prompt, begun)) for prompt in PLAYS]
-        await begun.wait()
+        streams = await running_streams(engine)
         await engine.pause_generation(mode="wait")
         assert said(list(await asyncio.gather(*streams))) == expected
         late = asyncio.ensure_future(last_of(engine, PLAYS[0]))
@@ -100,9 +105,7 @@ def test_streams_end_as_the_mode_of_a_pause_says(expected: list[Any], in_process
         await engine.resume_generation()
         assert said([await late]) == expected[:1]
 
-        begun = asyncio.Event()
-        streams = [asyncio.ensure_future(last_of(engine, prompt, begun)) for prompt in PLAYS]
-        await begun.wait()
+        streams = await running_streams(engine)
         await engine.pause_generation()
         ends = await asyncio.gather(*streams)
         assert {end.outputs[0].finish_reason for end in ends} == {"abort"}
