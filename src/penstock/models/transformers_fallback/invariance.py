@@ -67,13 +67,37 @@ class _Recorder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class RowInvariant(TorchFunctionMode):
-    """Replaces operators inside the block by those of `_INVARIANT`. Keeps the packed weights of one model."""
+class PackedWeights(nn.Module):
+    """Packed weights of one model's operators, as buffers, so that they count as its memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        # By id of the parameter, which the model keeps alive.
-        self._packed: dict[int, Tensor] = {}
+        # Names of buffers by id of the parameter, which the model keeps alive.
+        self._names: dict[int, str] = {}
+
+    def of(self, weight: Tensor) -> Tensor | None:
+        name = self._names.get(id(weight))
+        return None if name is None else self._buffers[name]
+
+    def keep(self, weight: nn.Parameter, packed: Tensor) -> None:
+        name = self._names[id(weight)] = str(len(self._names))
+        self.register_buffer(name, packed, persistent=False)
+
+    def clear(self) -> None:
+        for name in self._names.values():
+            delattr(self, name)
+        self._names.clear()
+
+
+class RowInvariant(TorchFunctionMode):
+    """Replaces operators inside the block by those of `_INVARIANT`.
+
+    packed: weights of the model as these have packed them, each at its first use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = PackedWeights()
 
     def __torch_function__(
         self, func: _Operator, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -89,19 +113,16 @@ class RowInvariant(TorchFunctionMode):
             if module in present:
                 module.forward = self._around(module.forward)
 
-    def forget_weights(self) -> None:
-        """Pack weights anew, since others were loaded."""
-        self._packed.clear()
-
     def linear(self, x: Tensor, weight: Tensor, bias_O: Tensor | None, *, is_transposed: bool = False) -> Any:
         """x @ weight^T + bias with a weight [O, I], or [I, O] if it is transposed."""
         if NATIVE is None or x.dim() < 2 or weight.dim() != 2 or not (_is_ours(x) and _is_ours(weight)):
             return NotImplemented
-        packed = self._packed.get(id(weight))
+        packed = self.packed.of(weight)
         if packed is None:
-            packed = NATIVE.pack_weight((weight.t() if is_transposed else weight).detach())
+            with torch.inference_mode(False):  # it may be written to in any mode later
+                packed = NATIVE.pack_weight((weight.t() if is_transposed else weight).detach())
             if isinstance(weight, nn.Parameter):
-                self._packed[id(weight)] = packed
+                self.packed.keep(weight, packed)
         return NATIVE.linear(x, packed, weight.shape[1 if is_transposed else 0], bias_O)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:

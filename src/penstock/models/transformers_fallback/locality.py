@@ -95,6 +95,13 @@ def are_rows_independent(forward: Forward, *, vocab_size: int, pad_token_id: int
         )
 
 
+def run_without_values(forward: Forward, device: torch.device) -> None:
+    """Run `forward` on meta tensors, as the checks of a model with values do. Raises what operators on these raise."""
+    with torch.no_grad():
+        positions_T = torch.tensor(_POSITIONS, device=device)
+        forward(torch.zeros_like(positions_T), positions_T, LocalAttention())
+
+
 def _spread_tokens(vocab_size: int, pad_token_id: int | None) -> Tensor:
     """Distinct tokens spread over the vocabulary, [T]; without padding, which some models treat specially."""
     usable = [token for token in range(min(vocab_size, 4096)) if token != pad_token_id]

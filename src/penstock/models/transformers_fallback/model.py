@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from penstock.attention import ForwardContext
 from penstock.config import ModelConfig
+from penstock.device.stand_in import is_on_cpu
 from penstock.errors import UnsupportedModel
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.linear import LinearLayer, restore_weights
@@ -43,7 +45,11 @@ from penstock.models.transformers_fallback.interface import (
 )
 from penstock.models.transformers_fallback.invariance import OperatorWatch, RowInvariant
 from penstock.models.transformers_fallback.linears import replace_linears
-from penstock.models.transformers_fallback.locality import are_rows_independent, check_locality
+from penstock.models.transformers_fallback.locality import (
+    are_rows_independent,
+    check_locality,
+    run_without_values,
+)
 from penstock.models.transformers_fallback.mixtures import is_of_experts, replace_experts
 from penstock.models.transformers_fallback.trial import run_trial
 from penstock.models.weights import load_into_slots
@@ -92,8 +98,9 @@ class TransformersForCausalLM(CausalLM):
         for module, layer in trial.layers:
             install_attention(module, layer, self._slot)
         replace_linears(self, self._slot, parallel)
-        self._operators = RowInvariant()
-        self._operators.install(self, watch.modules)
+        operators = RowInvariant()
+        operators.install(self, watch.modules)
+        self.packed_weights = operators.packed
 
     def forward(self, input_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
         # Its layers add attention's output to their input, and so need a row for every token.
@@ -137,7 +144,7 @@ class TransformersForCausalLM(CausalLM):
         run.
         """
         restore_weights(self)
-        self._operators.forget_weights()
+        self.packed_weights.clear()
         if slots is None:
             slots = self.checkpoint_slots()
             weights = self._names.renamed(weights, slots.__contains__)
@@ -158,13 +165,18 @@ class TransformersForCausalLM(CausalLM):
 
     def check_loaded(self) -> None:
         device = next(self.parameters()).device
-        if device.type != "cpu":  # elsewhere products are the device's own
+        if not is_on_cpu(next(self.parameters())):  # elsewhere products are the device's own
             return
 
         def logits(input_ids_T: Tensor, positions_T: Tensor | None, context: ForwardContext) -> Tensor:
             return self.compute_logits(self._run(input_ids_T, positions_T, context), context)
 
         vocab_size, pad_token_id = self._model_config.vocab_size, self._pad_token_id
+        if device.type == "meta":
+            # Packs the weights of its operators, as the check of a model with values does.
+            with suppress(RuntimeError, NotImplementedError, TypeError, ValueError):  # measuring its steps says why
+                run_without_values(logits, device=device)
+            return
         if not are_rows_independent(logits, vocab_size=vocab_size, pad_token_id=pad_token_id, device=device):
             logger.warning(
                 "%s: the implementation of %s in Transformers computes a token with other bits alone and in a batch, "
