@@ -70,7 +70,9 @@ async def last_of(engine: AsyncEngine, prompt: str, begun: asyncio.Event | None 
 async def running_streams(engine: AsyncEngine) -> list[asyncio.Task[RequestOutput]]:
     """Streams of all prompts, of which each has begun: what has not begun waits for the end of a pause."""
     begun = [asyncio.Event() for _ in PLAYS]
-    streams = [asyncio.ensure_future(last_of(engine, prompt, event)) for prompt, event in zip(PLAYS, begun, strict=True)]
+    streams = [
+        asyncio.ensure_future(last_of(engine, prompt, event)) for prompt, event in zip(PLAYS, begun, strict=True)
+    ]
     for event in begun:
         await event.wait()
     return streams
