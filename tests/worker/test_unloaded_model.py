@@ -153,13 +153,20 @@ def test_any_model_of_transformers(tmp_path: Path, number: int) -> None:
     compare(tmp_path, model_impl="transformers", **options)
 
 
-def test_weights_that_a_models_own_operators_pack_are_weights_and_no_activations(tmp_path: Path) -> None:
-    """GPT-2 multiplies in a class of Transformers, whose weights are packed beside its parameters."""
-    model = tiny_transformers_model("GPT2LMHeadModel", hidden_size=192, max_position_embeddings=1024)
+@pytest.mark.parametrize(
+    ("name", "own_products"), [("GPT2LMHeadModel", ("Conv1D",)), ("MiniMaxM3VLForCausalLM", ())], ids=["own", "linear"]
+)
+def test_weights_that_a_models_own_operators_pack_are_weights_and_no_activations(
+    tmp_path: Path, name: str, own_products: tuple[str, ...]
+) -> None:
+    """GPT-2 multiplies in a class of Transformers, whose weights are packed beside its parameters. MiniMax-M3 has
+    linear layers in modules with such operators, which pack their own.
+    """
+    model = tiny_transformers_model(name, **wider_overrides(name), hidden_size=192, max_position_embeddings=1024)
     save_for_fallback(model, tmp_path)
     unloaded, weights, step = plan_and_run(tmp_path, **STEPS, model_impl="transformers", dtype="float32")
     assert bytes_of(unloaded.terms, "weights") == weights
-    products = [module.weight for module in model.modules() if type(module).__name__ == "Conv1D"]
+    products = [module.weight for module in model.modules() if type(module).__name__ in own_products]
     packed = sum(weight.nbytes for weight in products) if has_native_kernels() else 0
     assert weights == pytest.approx(packed + sum(parameter.nbytes for parameter in model.parameters()), rel=0.05)
     # All of the packed weights would be a fifth of it.

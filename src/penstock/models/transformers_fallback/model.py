@@ -162,6 +162,8 @@ class TransformersForCausalLM(CausalLM):
             )
         except CannotRun as reason:
             raise _refusal(self._model_config, reason) from reason
+        # Linear layers have no packed weights of their own yet.
+        self.packed_weights.clear()
 
     def check_loaded(self) -> None:
         device = next(self.parameters()).device
