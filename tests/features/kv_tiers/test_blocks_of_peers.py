@@ -47,7 +47,9 @@ def free_address() -> str:
 def engine(model: Path, name: str, secret: Path, **options: Any) -> Iterator[EngineCore]:
     folder = secret.parent / name
     folder.mkdir(exist_ok=True)
-    core = make_core(model, kv_offload_dir=str(folder), kv_secret_file=str(secret), kv_load_policy="always", **options)
+    if "kv_listen" in options or "kv_peers" in options:
+        options["kv_secret_file"] = str(secret)
+    core = make_core(model, kv_offload_dir=str(folder), kv_load_policy="always", **options)
     try:
         yield core
     finally:

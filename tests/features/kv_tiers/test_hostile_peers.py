@@ -26,10 +26,10 @@ SECRET = b"a secret of some length"
 DIGEST = "0" * 32
 
 
-def free_address() -> str:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{one.getsockname()[1]}"
+def free_address(host: str = "127.0.0.1") -> str:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.bind((host, 0))
+        return f"{f'[{host}]' if ':' in host else host}:{one.getsockname()[1]}"
 
 
 def path_of(number: int) -> str:
@@ -45,8 +45,8 @@ def write(root: Path, number: int) -> str:
 
 
 @contextmanager
-def serving(root: Path, names_to_come: Callable[[], set[str]] = set) -> Iterator[str]:
-    address = free_address()
+def serving(root: Path, names_to_come: Callable[[], set[str]] = set, host: str = "127.0.0.1") -> Iterator[str]:
+    address = free_address(host)
     server = PeerServer(root, address, SECRET, names_to_come)
     try:
         yield address
@@ -96,6 +96,14 @@ def test_a_file_gets_its_own_content_where_another_one_is_awaited(roots: tuple[P
         assert copied(client, address, paths) == 6 * len(b"block 0")
         timer.join()
     assert [(ours / path).read_bytes() for path in paths] == [b"block %d" % number for number in range(6)]
+
+
+def test_addresses_of_ipv6(roots: tuple[Path, Path]) -> None:
+    theirs, ours = roots
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("this machine has no IPv6")
+    with serving(theirs, host="::1") as address, client_of(address, ours) as client:
+        assert copied(client, address, [write(theirs, 0)]) == len(b"block 0")
 
 
 def test_a_file_that_is_there_is_not_awaited(roots: tuple[Path, Path]) -> None:

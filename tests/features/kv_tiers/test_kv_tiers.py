@@ -392,7 +392,7 @@ def test_random_schedules_in_a_small_cache(tmp_path: Path, folder: Path, case: s
         ({"kv_offload_dir": "/nowhere/at/all"}, "kv_offload_dir='/nowhere/at/all' is not a folder"),
         ({"kv_offload_dir": ""}, "kv_offload_dir='' is not valid. Allowed: the path of a folder"),
         ({"kv_offload_dir": 5}, "kv_offload_dir=5 is not valid. Allowed: the path of a folder"),
-        ({"kv_offload_dir_size": 0}, "kv_offload_dir_size=0 is not valid. Allowed: a number of GiB above 0"),
+        ({"kv_offload_dir": ".", "kv_offload_dir_size": 1e-8}, "a block of the KV cache takes .* Raise it"),
         ({"kv_offload_dir": ".", "enable_prefix_caching": False}, "with enable_prefix_caching=False"),
     ],
 )

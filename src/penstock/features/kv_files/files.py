@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, PenstockError
 from penstock.observability.units import format_bytes
 from penstock.scheduler.block_pool import BlockKey
 
@@ -193,10 +193,18 @@ class FolderLimit:
 
     Removes those that were not used for the longest time, and files that were never finished.
 
-    num_bytes: of all files, as last counted, and of those that were noted since.
+    block_bytes: of the largest block that is kept. num_bytes: of all files, as last counted, and of those that were
+    noted since.
+
+    Raises ConfigError for a limit that no such block keeps to.
     """
 
-    def __init__(self, root: Path, max_bytes: int) -> None:
+    def __init__(self, root: Path, max_bytes: int, block_bytes: int = 0) -> None:
+        if max_bytes * _KEPT < block_bytes + TRAILER_BYTES:
+            raise ConfigError(
+                f"kv_offload_dir_size holds {format_bytes(max_bytes)}, and a block of the KV cache takes "
+                f"{format_bytes(block_bytes)}. Raise it."
+            )
         self._root, self._max_bytes = root / LAYOUT, max_bytes
         self.num_bytes = self._num_new_bytes = 0
         self._has_to_count = threading.Event()

@@ -23,6 +23,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from penstock.config.kv_tiers import is_ipv6
 from penstock.errors import ConfigError, PenstockError
 from penstock.features.kv_files.files import LAYOUT, whole_file
 from penstock.features.kv_files.folder import about_in, folders_in
@@ -95,7 +96,7 @@ class PeerServer:
         self._socket = self._context.socket(zmq.ROUTER)
         _, self._socket.curve_secretkey = _keys(secret, "server")
         self._socket.curve_server = True
-        self._socket.linger = 0
+        self._socket.linger, self._socket.ipv6 = 0, is_ipv6(address)
         self._socket.maxmsgsize, self._socket.handshake_ivl = _MOST_QUESTION_BYTES, _HANDSHAKE_MS
         self._socket.sndhwm = self._socket.rcvhwm = 2 * _AT_ONCE
         self._connections = _Connections(self._socket, f"tcp://{address}")
@@ -363,7 +364,7 @@ class Peers:
         socket = self._context.socket(zmq.DEALER)
         socket.curve_publickey, socket.curve_secretkey = _keys(self._secret, "client")
         socket.curve_serverkey = _keys(self._secret, "server")[0]
-        socket.linger, socket.maxmsgsize = 0, _MOST_BYTES
+        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, _MOST_BYTES, is_ipv6(address)
         socket.rcvtimeo = socket.sndtimeo = int(_TIMEOUT_S * 1000)
         socket.connect(f"tcp://{address}")
         return socket

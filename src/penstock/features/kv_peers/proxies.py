@@ -24,7 +24,7 @@ class Proxies:
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": config.kv_tiers.kv_listen,
-            "remote_host": host or None,
+            "remote_host": host.strip("[]") or None,
             "remote_port": int(port) if port else None,
             # None are held for the other engine.
             "remote_block_ids": [],

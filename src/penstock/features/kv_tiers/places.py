@@ -10,6 +10,7 @@ from pathlib import Path
 from penstock.contract import RpcCall
 from penstock.errors import PenstockError
 from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
+from penstock.features.kv_tiers.choice import bytes_of_blocks
 from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
 from penstock.scheduler.block_pool import BlockKey
 from penstock.scheduler.services import SchedulerServices
@@ -27,7 +28,8 @@ class Places:
     def __init__(self, services: SchedulerServices) -> None:
         config = services.config.kv_tiers
         self._call = services.call_workers
-        self.limit = None if config.folder is None else FolderLimit(config.folder, config.max_bytes)
+        largest = max(bytes_of_blocks(services.scheduler.kv_cache.config), default=0)
+        self.limit = None if config.folder is None else FolderLimit(config.folder, config.max_bytes, largest)
         self.has_host = config.host_bytes > 0
         # Made when the workers are asked, with the folders of the weights whose blocks it has.
         self.host: HostBlocks | None = None

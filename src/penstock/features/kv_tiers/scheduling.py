@@ -36,19 +36,10 @@ logger = logging.getLogger(__name__)
 _LOAD = "blocks from outside of the KV cache"
 # Block id of a block that is not in the KV cache.
 _ELSEWHERE = -1
-# Step before all others: a block whose content is there.
-_BEFORE_ALL_STEPS = -2
 # Interval at which a core with requests begins saves, and asks for the results.
 _ASK_S = 0.05
-# Share of a core's time that saves take from the steps, each of which waits for its slowest thread; and seconds of it
-# at once.
-_SAVE_SHARE, _MOST_AT_ONCE_S = 0.015, 0.005
 # Interval at which a core without requests asks.
 _IDLE_S = 0.01
-# Blocks that saves may hold at once, and their share of a pool.
-_MOST_SAVES, _MOST_SAVING = 32, 0.25
-# Seconds without saves after one has failed, such as for a full disk.
-_PAUSE_S = 60.0
 # Waiting requests that are looked up before their turn, and bytes in transfer from which on no others are. Their blocks
 # may have this share of the free ones.
 _MOST_AHEAD, _MOST_AHEAD_BYTES, _SHARE_AHEAD = 16, 256 << 20, 0.5
@@ -311,8 +302,6 @@ class TierScheduling(SchedulerFeature):
     @property
     def is_polled(self) -> bool:
         return bool(self._waiting)
-
-    # Saves.
 
     # Turns of the core.
 
