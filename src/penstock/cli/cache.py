@@ -11,7 +11,8 @@ import typer
 
 from penstock.cli.failures import readable_errors
 from penstock.cli.output import standard_output, write
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, PenstockError
+from penstock.observability import printable
 
 if TYPE_CHECKING:
     from penstock.features.kv_files.folder import Blocks
@@ -54,7 +55,8 @@ def cache_rm(
         if everything is (model is not None or unused_days is not None):
             raise ConfigError("Name what to remove: --model NAME, --unused-days DAYS, or --all.")
         blocks = _chosen(folder, model, unused_days)
-        remove(folder, blocks)
+        if failures := remove(folder, blocks):
+            raise PenstockError(f"{len(failures):,} files of {folder} are not removed: {failures[0]}.")
         _say(f"Removed {_described(blocks)} from {folder}.")
 
 
@@ -76,7 +78,7 @@ def cache_export(
 
 def cache_import(
     folder: _Folder,
-    archive: Annotated[Path, typer.Argument(help="Archive of `penstock cache export`", exists=True, dir_okay=False)],
+    archive: Annotated[Path, typer.Argument(help="Archive of `penstock cache export`", dir_okay=False)],
 ) -> None:
     """Add the blocks of an archive to a folder. Engines of the same model, options and kernels find them."""
     with readable_errors():
@@ -102,7 +104,8 @@ def _row(one: Blocks) -> tuple[str, ...]:
     size = format_bytes(one.num_bytes)
     content = about.get("content")
     model = one.model if content is None else f"{one.model} ({content})"
-    return model, rank, str(about.get("made", "?")), f"{one.num_blocks:,}", size, used
+    shown = (model, rank, str(about.get("made", "?")), f"{one.num_blocks:,}", size, used)
+    return tuple(map(printable.one_line, shown))
 
 
 def _as_json(one: Blocks) -> dict[str, Any]:

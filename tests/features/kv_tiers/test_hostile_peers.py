@@ -117,6 +117,16 @@ def test_a_file_that_is_there_is_not_awaited(roots: tuple[Path, Path]) -> None:
         assert time.monotonic() - begin < peers._WAIT_S
 
 
+def test_files_that_are_there_are_answered_where_those_to_come_are_not_known(roots: tuple[Path, Path]) -> None:
+    theirs, ours = roots
+
+    def fail() -> set[str]:
+        raise RuntimeError("dictionary changed size during iteration")
+
+    with serving(theirs, fail) as address, client_of(address, ours) as client:
+        assert copied(client, address, [write(theirs, 0)]) == len(b"block 0")
+
+
 def test_more_files_than_one_question_has(roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "_MOST_PATHS", 4)
     theirs, ours = roots

@@ -278,16 +278,16 @@ def block_files(folder: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def remove_folder(folder: Path) -> list[OSError]:
-    """Remove the folder of a fingerprint, in which engines may write meanwhile; return why blocks are not removed."""
-    failures = []
-    for entry in block_files(folder):
-        try:
-            os.unlink(entry.path)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
+    """Remove the folder of a fingerprint, in which engines may write meanwhile; return why files are not removed."""
+    failures: list[OSError] = []
+
+    def note(_: object, __: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
+        error = failure[1]
+        # Files that are gone, and folders to which one was added, or of which one is not removed.
+        if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST):
             failures.append(error)
-    shutil.rmtree(folder, ignore_errors=True)
+
+    shutil.rmtree(folder, onerror=note)
     return failures
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.features.kv_files.files import ABOUT, LAYOUT, block_files, whole_file
+from penstock.features.kv_files.files import ABOUT, LAYOUT, block_files, remove_folder, whole_file
 
 # Members of an archive.
 _MEMBER = re.compile(rf"{LAYOUT}/[0-9a-f]{{32}}/({re.escape(ABOUT)}|[0-9a-f]{{2}}/[0-9a-f]{{64}}-[0-9]{{1,3}})")
@@ -46,7 +46,10 @@ def blocks_in(root: Path) -> list[Blocks]:
     for folder in folders_in(root):
         sizes, times = [], []
         for entry in block_files(folder):
-            status = entry.stat()
+            try:
+                status = entry.stat()
+            except OSError:
+                continue  # an engine has removed it
             sizes.append(status.st_size)
             times.append(status.st_mtime)
         found.append(Blocks(folder.name, about_in(folder), len(sizes), sum(sizes), max(times, default=None)))
@@ -64,10 +67,9 @@ def chosen(blocks: Iterable[Blocks], model: str | None, unused_days: float | Non
     ]
 
 
-def remove(root: Path, blocks: Iterable[Blocks]) -> None:
-    """Remove blocks. An engine that uses them computes again what it does not find."""
-    for one in blocks:
-        shutil.rmtree(root / LAYOUT / one.digest, ignore_errors=True)
+def remove(root: Path, blocks: Iterable[Blocks]) -> list[OSError]:
+    """Remove blocks; return why files are not removed. Engines compute again what they do not find."""
+    return [failure for one in blocks for failure in remove_folder(root / LAYOUT / one.digest)]
 
 
 def export_blocks(root: Path, blocks: Iterable[Blocks], archive: Path) -> int:
@@ -94,23 +96,39 @@ def export_files(root: Path, paths: Iterable[Path], archive: Path) -> int:
 def import_blocks(root: Path, archive: Path) -> int:
     """Add the blocks of an archive to a folder; return their number. Those that are there stay.
 
-    Raises ConfigError for what is no archive of blocks.
+    Raises ConfigError for what is no archive of blocks, of which none are added then, and for a file system that does
+    not take them.
     """
-    count = 0
     try:
-        with tarfile.open(archive) as tar:
-            for member in tar:
-                if not member.isfile() or not _MEMBER.fullmatch(member.name):
-                    raise ConfigError(f"{archive} has {member.name!r}, which is no block of a KV cache.")
-                path, content = root / member.name, tar.extractfile(member)
-                if path.exists() or content is None:
-                    continue
-                with whole_file(path) as file:
-                    shutil.copyfileobj(content, file, 1 << 20)
-                count += path.name != ABOUT
-    except (tarfile.TarError, EOFError) as error:
-        raise ConfigError(f"{archive} is no archive of KV cache blocks: {error}.") from error
-    return count
+        # What is not compressed holds no more than its size.
+        with tarfile.open(archive, "r:") as tar:
+            members = [_checked(member, archive) for member in tar]
+            return sum(_extract(tar, member, root) for member in members)
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{archive} is no archive of KV cache blocks: {error or type(error).__name__}.") from error
+    except OSError as error:
+        raise ConfigError(f"The blocks of {archive} cannot be added to {root}: {error}.") from error
+
+
+def _checked(member: tarfile.TarInfo, archive: Path) -> tarfile.TarInfo:
+    """A member that is a block, or says whose they are. Raises ConfigError for anything else."""
+    if not member.isfile() or member.issparse() or not _MEMBER.fullmatch(member.name):
+        raise ConfigError(f"{archive} has {member.name!r}, which is no block of a KV cache.")
+    if not 0 <= member.size <= archive.stat().st_size - member.offset_data:
+        raise ConfigError(f"{archive} has {member.name!r} of {member.size:,} bytes, and is shorter than that.")
+    return member
+
+
+def _extract(tar: tarfile.TarFile, member: tarfile.TarInfo, root: Path) -> int:
+    """Add a member to a folder, unless it is there; return the number of blocks."""
+    path, content = root / member.name, tar.extractfile(member)
+    if path.exists() or content is None:
+        return 0
+    with whole_file(path) as file:
+        shutil.copyfileobj(content, file, 1 << 20)
+    return int(path.name != ABOUT)
 
 
 def _add(tar: tarfile.TarFile, root: Path, path: Path) -> int:
@@ -130,6 +148,6 @@ def folders_in(root: Path) -> Iterator[Path]:
 def about_in(folder: Path) -> dict[str, Any]:
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return about if isinstance(about, dict) else {}

@@ -146,8 +146,11 @@ class PeerServer:
 
     def _answer_all(self, pending: list[_Pending]) -> list[_Pending]:
         """Answer the questions that wait for nothing; return the others."""
-        to_come = self._names_to_come() if pending else set()
-        now, waits = time.monotonic(), []
+        to_come, now, waits = set[str](), time.monotonic(), []
+        try:
+            to_come = self._names_to_come() if pending else to_come
+        except Exception as error:  # of the engine: what is there is answered
+            logger.warning("The blocks in the making are not known: %s: %s", type(error).__name__, error)
         for number, one in enumerate(pending, start=1):
             may_wait = now < one.until and len(pending) - number < _MOST_PENDING
             try:

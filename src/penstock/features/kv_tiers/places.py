@@ -94,7 +94,7 @@ class Places:
             return False
         failures = [failure for folder in folders for failure in remove_folder(Path(folder))]
         if failures:
-            logger.warning("%d blocks in kv_offload_dir are not removed: %s", len(failures), failures[0])
+            logger.warning("%d files in kv_offload_dir are not removed: %s", len(failures), failures[0])
         # It is described anew with its next block.
         self.known_folders = []
         return not failures
