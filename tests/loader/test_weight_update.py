@@ -232,7 +232,10 @@ def test_what_does_not_fit_ends_the_update_by_name(live: Live) -> None:
     for wrong, message in (
         ([(name, tensor[:1])], f"1 misshapen: {name}"),
         ([("model.other.weight", tensor)], r"1 unexpected: model\.other\.weight"),
-        ([others[0], others[0]], f"1 duplicate: {others[0][0]}"),
+        (
+            [*tensors.items(), others[0]],
+            f"loaded. Weights 1 duplicate: {others[0][0]}. Each tensor may come once",
+        ),
     ):
         run = WeightUpdate(lambda source: load(source=source, memory=LiveMemory(model)), model)
         run.take(wrong)

@@ -142,6 +142,40 @@ def test_a_failed_update_says_what_was_replaced_and_a_reload_ends_it(
     assert tokens(core) == expected[1]
 
 
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_the_engines_state_says_at_once_why_a_tensor_failed(
+    core: EngineCore, folders: tuple[Path, Path], num_before: int
+) -> None:
+    items = dict(load_file(folders[1] / "model.safetensors"))
+    name = "model.embed_tokens.weight"
+    worker_of(core).updates.start()
+
+    def gone() -> Iterator[tuple[str, Tensor]]:
+        yield from [(name, items[name])][:num_before]
+        raise OSError("the trainer is gone")
+
+    with pytest.raises(OSError, match="the trainer is gone"):
+        worker_of(core).updates.take(gone())
+    (state,) = core.collective_rpc(RpcCall("engine_state"))
+    when = f"after it had replaced 1 tensors ({name})" if num_before else "before a tensor was complete"
+    assert state.undefined == f"a weight update failed {when}: OSError: the trainer is gone"
+    assert core.step() == []
+
+
+def test_the_engines_state_says_why_one_of_many_calls_failed(core: EngineCore, folders: tuple[Path, Path]) -> None:
+    embedding = load_file(folders[1] / "model.safetensors")["model.embed_tokens.weight"]
+    load(core, ("model.embed_tokens.weight", embedding))
+    with pytest.raises(CheckpointError, match="lm_head"):
+        load(core, ("lm_head.weight", embedding + 1))
+    (state,) = core.collective_rpc(RpcCall("engine_state"))
+    assert "1 tensors (model.embed_tokens.weight)" in state.undefined
+    assert "lm_head.weight is tied to model.embed_tokens.weight in this engine, but has other values" in state.undefined
+    # The next one begins again, and says what came of it.
+    load(core, ("model.embed_tokens.weight", embedding))
+    (state,) = core.collective_rpc(RpcCall("engine_state"))
+    assert state.undefined == "a weight update has begun and is not finished"
+
+
 def test_an_atomic_update_leaves_the_old_weights_until_it_is_finished(
     core: EngineCore, folders: tuple[Path, Path], expected: list[list[list[int]]]
 ) -> None:

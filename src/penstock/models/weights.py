@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,9 @@ from penstock.layers.weights import Shard, WeightSlot, weight_slots
 ROTARY_BUFFERS = r"rotary_emb\.(?:inv_freq|cos_cached|sin_cached)"
 _FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NAMES_PER_COMPLAINT = 8
+_DUPLICATE = "duplicate"
+# Advice for a tensor that comes twice.
+ONCE = "Each tensor may come once: remove files that do not belong to the model, or send it once in an update."
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +148,7 @@ def load_into_slots(
 def _complaint(name: str, tensor: Tensor, slot: WeightSlot | None, seen: set[str]) -> tuple[str, str] | None:
     """Return the kind of error of a tensor, and its name with details; None for a valid one."""
     if name in seen:
-        return "duplicate", name
+        return _DUPLICATE, name
     if slot is None:
         return "unexpected", name
     if tuple(tensor.shape) != slot.shape:
@@ -156,12 +159,20 @@ def _complaint(name: str, tensor: Tensor, slot: WeightSlot | None, seen: set[str
 
 
 def _message(complaints: Mapping[str, list[str]]) -> str:
-    parts = []
-    for kind, names in complaints.items():
-        shown = ", ".join(names[:_NAMES_PER_COMPLAINT])
-        more = f", and {len(names) - _NAMES_PER_COMPLAINT} more" if len(names) > _NAMES_PER_COMPLAINT else ""
-        parts.append(f"{len(names)} {kind}: {shown}{more}")
-    return (
-        f"The checkpoint does not fit the model that config.json describes. Weights {'; '.join(parts)}. "
-        "Check that the weight files belong to this config.json, and download them again if they do."
-    )
+    given = {kind: _listed(kind, names) for kind, names in complaints.items()}
+    twice, parts = given.pop(_DUPLICATE, None), list(given.values())
+    sentences = []
+    if parts:
+        sentences = [
+            f"The checkpoint does not fit the model that config.json describes. Weights {'; '.join(parts)}.",
+            "Check that the weight files belong to this config.json, and download them again if they do.",
+        ]
+    if twice is not None:
+        sentences.append(f"Weights {twice}. {ONCE}")
+    return " ".join(sentences)
+
+
+def _listed(kind: str, names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_PER_COMPLAINT])
+    more = f", and {len(names) - _NAMES_PER_COMPLAINT} more" if len(names) > _NAMES_PER_COMPLAINT else ""
+    return f"{len(names)} {kind}: {shown}{more}"

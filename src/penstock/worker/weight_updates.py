@@ -39,7 +39,8 @@ class WeightUpdates:
     begin: starts an update (is_checkpoint_format, is_atomic) and says whether it is in place. finish: takes the model
     of an update that ended, None if it was in place.
 
-    why_undefined: why no step may run; None while the weights are those of a checkpoint or of a complete update.
+    why_undefined: why no step may run; None while the weights are those of a checkpoint or of a complete update. Of an
+    update that fails in another thread `note_failure` says why.
     version: rises with every complete update; 0 for the weights of the start. num_updates: complete updates and
     reloads, whatever versions their callers give. is_pushed: whether tensors of an update made the weights, not files.
     """
@@ -54,6 +55,8 @@ class WeightUpdates:
         self._is_in_place = False
         self._opened_itself = False
         self._last: WeightUpdate | None = None
+        # An update whose failure `why_undefined` says.
+        self._noted: WeightUpdate | None = None
         self.why_undefined: str | None = None
         # As it was before the update that is going on, of which no tensor may have come.
         self._why_before: str | None = None
@@ -86,8 +89,10 @@ class WeightUpdates:
 
     def take(self, tensors: NamedTensors) -> None:
         """Take in tensors, in any order. Raises LifecycleError without `start`, and what the loader raises."""
-        self.begin(tensors).result()
-        self._note()
+        try:
+            self.begin(tensors).result()
+        finally:
+            self.note_failure()
 
     def begin(self, tensors: NamedTensors) -> Future[None]:
         """As `take`, without waiting: another thread asks for the tensors, and `status` says when they are in."""
@@ -95,7 +100,7 @@ class WeightUpdates:
         if self.are_arriving:
             raise LifecycleError("update_weights: the weights of the call before are still arriving. Wait for it.")
         self._has_begun = True
-        if self._is_in_place:
+        if self._is_in_place and not update.is_over:
             self.why_undefined = "a weight update has begun and is not finished"
         self._waiting = update.begin(self._kept(tensors) if self._is_kept else tensors)
         return self._waiting
@@ -139,7 +144,7 @@ class WeightUpdates:
         if update is None:
             return
         update.abandon()
-        self._note_failure(update, LifecycleError("The weight update was abandoned."))
+        self._note_failure(update, update.error)
 
     def forget_error(self) -> None:
         """Forget how the last transfer ended."""
@@ -189,8 +194,7 @@ class WeightUpdates:
         """State for the engine: whether tensors are arriving, what went wrong, and how many are missing."""
         is_waiting = self.are_arriving
         error = None if is_waiting or self._waiting is None else self._waiting.exception()
-        if not is_waiting:
-            self._note()
+        self.note_failure()
         missing = None if self._update is None else self._update.missing
         return {
             "is_updating": self._update is not None,
@@ -208,8 +212,8 @@ class WeightUpdates:
         if self.why_undefined is not None:
             raise LifecycleError(f"The weights are undefined: {self.why_undefined}. Send all weights, or reload them.")
 
-    def _note(self) -> None:
-        """Note an update that has failed meanwhile."""
+    def note_failure(self) -> None:
+        """Note in `why_undefined` that the update that is going on has failed, if it has."""
         update = self._update
         if update is not None and update.is_over and self._is_in_place:
             self._note_failure(update, update.error)
@@ -218,10 +222,13 @@ class WeightUpdates:
         if not (self._is_in_place and self._has_begun):
             self.why_undefined = self._why_before
             return
-        taken = update.taken
+        if update is self._noted:
+            return
+        self._noted, taken = update, update.taken
         names = ", ".join(taken[:_SHOWN]) + (" and others" if len(taken) > _SHOWN else "")
+        when = f"after it had replaced {len(taken)} tensors ({names})" if taken else "before a tensor was complete"
         text = str(error) if isinstance(error, PenstockError) else f"{type(error).__name__}: {error}"
-        self.why_undefined = f"a weight update failed after it had replaced {len(taken)} tensors ({names}): {text}"
+        self.why_undefined = f"a weight update failed {when}: {text}"
         logger.error("Weights undefined: %s", self.why_undefined)
 
     def _kept(self, tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:

@@ -265,7 +265,7 @@ class Worker(NamesForExtensions, WorkerBase):
             )
         except BaseException as error:
             if weights.is_being_replaced:
-                self.updates.why_undefined = f"a reload in place failed: {error}"
+                self.updates.undefine(f"a reload in place failed: {error}")
             raise
         self._use_weights(model)
         self.updates.define()

@@ -124,7 +124,9 @@ class SleepWorker(WorkerFeature):
 
     def why_weights_undefined(self) -> str | None:
         """Why there are no weights to compute with; None if there are."""
-        return self._memory.updates.why_undefined
+        updates = self._memory.updates
+        updates.note_failure()
+        return updates.why_undefined
 
     def close(self) -> None:
         self.cancel_sleep()

@@ -14,6 +14,7 @@ from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
 from penstock.loader.quantized.assembly import Piece
 from penstock.loader.quantized.formats import format_of
 from penstock.loader.quantized.grid import Grid, join_grids, on_grid
+from penstock.models.weights import ONCE
 
 _SHOWN = 8
 
@@ -45,7 +46,7 @@ class QuantizedTensors:
                     yield name, tensor
                 continue
             if layer in self._grids or kind in waiting.get(layer, {}):
-                raise CheckpointError(f"{name} is there twice. Remove the files that do not belong to this model.")
+                raise CheckpointError(f"{name} is there twice. {ONCE}")
             waiting.setdefault(layer, {})[kind] = tensor
             if waiting[layer].keys() == known:
                 yield self._finish(layer, waiting.pop(layer))
