@@ -10,13 +10,16 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.datastructures import State
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock import AsyncEngine
 from penstock.config import EngineConfig
+from penstock.config.request_limits import RequestLimits
 from penstock.errors import ConfigError
 from penstock.features.kv_files.files import ABOUT
 from penstock.server.http import prefill_first
@@ -113,6 +116,12 @@ def test_options_are_checked() -> None:
         check_start(options, EngineConfig.create("demo"))
 
 
+# What the middleware reads of the application that it is part of.
+APPLICATION = SimpleNamespace(
+    state=State({"request_limits": RequestLimits(max_request_values=500), "large_bodies": asyncio.Lock()})
+)
+
+
 class Odd:
     """Server of prompts on a socket, which answers with some bytes; with None, only to questions about its health."""
 
@@ -136,7 +145,7 @@ class Odd:
 async def send(middleware: PrefillFirst, body: bytes, headers: dict[str, str] | None = None) -> list[Message]:
     """Send a completion request through the middleware; return what the application behind it receives."""
     given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given}
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": given, "app": APPLICATION}
     half = len(body) // 2
     messages = [
         {"type": "http.request", "body": body[:half], "more_body": True},
@@ -176,7 +185,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     ids=["answers", "refuses", "is-not-ready", "closes", "is-no-server", "sends-no-line", "hangs"],
 )
 def test_requests_go_on_whatever_the_server_of_prompts_does(
-    monkeypatch: pytest.MonkeyPatch, answer: bytes | None, fails: bool
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, answer: bytes | None, fails: bool
 ) -> None:
     monkeypatch.setattr(prefill_first, "_PROBE_S", 0.1)
     body = json.dumps({"prompt": "x" * 300, "max_tokens": 9, "stream": True}).encode()
@@ -208,6 +217,9 @@ def test_requests_go_on_whatever_the_server_of_prompts_does(
         server.close()
 
     asyncio.run(run())
+    refuses = answer is not None and b"400" in answer
+    assert caplog.text.count("A prompt is computed here: 127.0.0.1:") == refuses
+    assert ("has answered with status 400" in caplog.text) is refuses
 
 
 @pytest.mark.parametrize(
@@ -228,5 +240,15 @@ def test_requests_go_on_whatever_the_server_of_prompts_does(
     ],
 )
 def test_the_prompt_is_asked_for_alone(path: str, body: Any, expected: Any) -> None:
-    found = prefill_first._prompt_alone(json.dumps(body).encode(), path)
+    found = asyncio.run(prefill_first._prompt_alone(json.dumps(body).encode(), path, APPLICATION.state))
     assert (None if found is None else json.loads(found)) == expected
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [b"[" * 30_000 + b"]" * 30_000, b"[%s]" % b",".join([b'"a"'] * 60_000), b"{", b"9" * 5000, b'"\xff"'],
+    ids=["nested-deeply", "more-values-than-allowed", "no-json", "long-number", "no-text"],
+)
+def test_bodies_that_their_route_refuses_are_not_asked_for(prompt: bytes) -> None:
+    body = b'{"prompt": %s}' % prompt
+    assert asyncio.run(prefill_first._prompt_alone(body, "/v1/completions", APPLICATION.state)) is None

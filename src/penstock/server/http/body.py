@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.datastructures import State
 from starlette.responses import Response
 
 from penstock.config.request_limits import RequestLimits
@@ -43,20 +44,24 @@ class BodyRoute(APIRoute):
 
 class _LimitedRequest(Request):
     async def json(self) -> Any:
-        body, model = await self._decoded(), body_model(self)
+        body, model = await decoded(await self.body(), self.app.state), body_model(self)
         if model is None or not isinstance(body, dict):
             return body
         unknown: UnknownFields = self.app.state.unknown_fields
         return unknown.without(body, model)
 
-    async def _decoded(self) -> Any:
-        limits: RequestLimits = self.app.state.request_limits
-        data = await self.body()
-        if len(data) < _SMALL_BYTES:
-            return _decoded(data, limits)
-        # One at a time, so that the event loop gets its turn between them.
-        async with self.app.state.large_bodies:
-            return await asyncio.to_thread(_decoded, data, limits)
+
+async def decoded(data: bytes, state: State) -> Any:
+    """A body as JSON. state: of the server's application.
+
+    Raises ApiError and InvalidRequest beyond the limits of requests, ValueError and RecursionError for what is no JSON.
+    """
+    limits: RequestLimits = state.request_limits
+    if len(data) < _SMALL_BYTES:
+        return _decoded(data, limits)
+    # One at a time, so that the event loop gets its turn between them.
+    async with state.large_bodies:
+        return await asyncio.to_thread(_decoded, data, limits)
 
 
 def body_model(request: Request) -> type[BaseModel] | None:

@@ -11,8 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette._utils import get_route_path
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, State
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.server.http.body import decoded
+from penstock.server.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 # Names of the limit of new tokens, by route. Those of tokens are in a field of their own.
@@ -31,6 +35,8 @@ _MARK = "x-penstock-prefill"
 _MOST_AT_ONCE = 256
 # Seconds without asking a server that has failed, and after which one that has not answered is asked for its health.
 _PAUSE_S, _PROBE_S = 10.0, 10.0
+# Seconds between two warnings of requests that it has refused.
+_WARN_S = 60.0
 
 
 class PrefillFirst:
@@ -48,7 +54,7 @@ class PrefillFirst:
         self._port = parts.port or (443 if self._is_tls else 80)
         self._root = parts.path.rstrip("/")
         self._places = asyncio.Semaphore(_MOST_AT_ONCE)
-        self._paused_until = 0.0
+        self._paused_until = self._warn_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = get_route_path(scope) if scope["type"] == "http" else ""
@@ -60,8 +66,7 @@ class PrefillFirst:
             messages.append(await receive())
         body, headers = b"".join(message.get("body", b"") for message in messages), Headers(scope=scope)
         if len(body) >= self._min_bytes and _MARK not in headers and not self._is_paused:
-            # A long body takes a while.
-            wanted = await asyncio.to_thread(_prompt_alone, body, path)
+            wanted = await _prompt_alone(body, path, scope["app"].state)
             if wanted is not None:
                 given = {name: value for name, value in headers.items() if name in _HEADERS}
                 await self._ask(path, wanted, {**given, _MARK: "1"})
@@ -81,9 +86,12 @@ class PrefillFirst:
             if self._is_paused:
                 return
             try:
-                # The same request is refused by this server too, with a reason.
                 if (status := await self._patiently("POST", path, body, headers)) >= 500:
                     raise ConnectionError(f"status {status}")
+                # A bad request is refused by this server too, with a reason.
+                if status >= 300 and time.monotonic() >= self._warn_at:
+                    self._warn_at = time.monotonic() + _WARN_S
+                    logger.warning("A prompt is computed here: %s has answered with status %d", self._name, status)
             except (OSError, ValueError) as error:
                 shown = str(error) or type(error).__name__
                 self._paused_until = time.monotonic() + _PAUSE_S
@@ -122,12 +130,20 @@ class PrefillFirst:
             writer.close()
 
 
-def _prompt_alone(body: bytes, path: str) -> bytes | None:
-    """The request for one token; None for what is no JSON object, which its route refuses, or needs no other server."""
+async def _prompt_alone(body: bytes, path: str, state: State) -> bytes | None:
+    """The request for one token; None for what its route refuses, or needs no other server.
+
+    state: of the application, with the limits of requests.
+    """
     try:
-        request: Any = json.loads(body)
-    except ValueError:
+        request: Any = await decoded(body, state)
+        # A long body takes a while.
+        return await asyncio.to_thread(_for_one_token, request, path)
+    except (ValueError, RecursionError, PenstockError, ApiError):
         return None
+
+
+def _for_one_token(request: Any, path: str) -> bytes | None:
     if not isinstance(request, dict) or request.get("kv_transfer_params") is not None:
         return None
     limits = _LIMITS[path]
