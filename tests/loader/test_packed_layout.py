@@ -13,7 +13,7 @@ from penstock.kernels.native import available_instruction_sets, load_native_kern
 from penstock.kernels.native.bfloat16_layout import Bfloat16Layout
 from penstock.kernels.native.quantized import available_quantized_products
 from penstock.kernels.quantized import QuantizedProducts, QuantizedShape, QuantizedWeight, TorchQuantizedProducts
-from penstock.loader.packed_state import LAYOUT_VERSION
+from penstock.loader.packed_header import LAYOUT_VERSION
 
 # Whole panels of every width, so that no byte is padding.
 OUTPUTS, INPUTS = 128, 128

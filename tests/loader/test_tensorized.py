@@ -58,7 +58,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         ("{", "is damaged: its penstock_packed_state is no JSON object"),
         ("[1]", "is damaged: its penstock_packed_state is no JSON object"),
         ("[" * 100_000, "is damaged: its penstock_packed_state is no JSON object"),
-        ('{"rank": 1}', "has the share of rank 1, and its name says rank 0"),
+        ('{"rank": 1, "tensors": {}}', "has the share of rank 1, and its name says rank 0"),
     ],
     ids=["no-json", "list", "deep", "rank"],
 )
@@ -74,7 +74,7 @@ def test_addresses() -> None:
     for wrong in (None, "", {}, 3):
         with pytest.raises(ConfigError, match="tensorizer_config=.* is not valid"):
             uri_of(wrong)
-    state = PackedState({}, {})
+    state = PackedState(None, {})
     with pytest.raises(ConfigError, match="is one file for 2 ranks. Add %03d"):
         write_tensorized(state, "model.tensors", ParallelState(world_size=2))
     with pytest.raises(ConfigError, match="tensorizer_uri=.* is not valid"):
@@ -84,4 +84,4 @@ def test_addresses() -> None:
 def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tensorizer", None)
     with pytest.raises(UnsupportedFeature, match=r"penstock\[tensorizer\]"):
-        write_tensorized(PackedState({}, {}), str(tmp_path / "a.tensors"), ParallelState())
+        write_tensorized(PackedState(None, {}), str(tmp_path / "a.tensors"), ParallelState())

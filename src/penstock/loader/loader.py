@@ -84,7 +84,7 @@ def load_model(
     if source is None and load_config.load_format in STATES:
         with _naming(model_config.folder, load_config):
             saved = find_state(model_config.folder, load_config, parallel_context)
-            if saved is not None and saved.header:
+            if saved is not None and saved.header is not None:
                 dtypes = dtype, weights_dtype
                 return restore(saved.read(), model_config, parallel_context, device.type, device, *dtypes, memory)
     rounding = choose_rounding(model_config, load_config, device.type)
@@ -143,7 +143,7 @@ def load_without_memory(
     if tensors is None and load_config.load_format in STATES:
         with _naming(model_config.folder, load_config):
             saved = find_state(model_config.folder, load_config, parallel_context)
-            if saved is not None and saved.header:
+            if saved is not None and saved.header is not None:
                 model = restore(saved.peek(), model_config, parallel_context, kind, META, dtype, weights_dtype)
                 return model, sum(
                     parameter.numel() for parameter in build_model(model_config, parallel_context).parameters()
@@ -248,9 +248,10 @@ def restore(
     kind: of the device, which the meta device stands for. Otherwise as `load_model`. Raises CheckpointError for a state
     that cannot be read here, or of another model.
     """
+    assert state.header is not None, "of packed weights"
     layouts = layouts_of(state.header, model_config, kind)
     model = build_model(model_config, parallel_context)
-    if model.tied_weights() and not state.header["is_tied"]:
+    if model.tied_weights() and not state.header.is_tied:
         model = build_model(untied(model_config), parallel_context)
     if memory is not None:
         memory.check(model)
@@ -442,8 +443,8 @@ def find_stored_dtype(folder: Path, load_config: LoadConfig, parallel_context: P
         load_config = replace(load_config, load_format="auto")
     try:
         packed = find_packed_state(folder, load_config, parallel_context)
-        if packed is not None:
-            return str(packed.header.get("weights_dtype"))
+        if packed is not None and packed.header is not None:
+            return packed.header.weights_dtype
         return stored_dtype(peek_weights(folder, load_config, parallel_context))
     except CheckpointError:
         return None

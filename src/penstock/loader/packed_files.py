@@ -7,7 +7,6 @@ import os
 import secrets
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,13 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.loader.packed_header import HEADER, PackedHeader, checked_header, decode_object
 from penstock.loader.packed_state import PackedState
 from penstock.loader.safetensors import iterate_safetensors, opened, peek_safetensors
 from penstock.loader.weight_files import WeightFiles, damaged
 
 # Fields of the metadata.
-_HEADER, _CHECKSUMS = "penstock_packed_state", "crc32"
+_CHECKSUMS = "crc32"
 # Names of dtypes in safetensors files.
 _DTYPES = {
     torch.float32: "F32",
@@ -44,7 +44,7 @@ UNFINISHED = ".tmp"
 
 def metadata_of(state: PackedState) -> dict[str, str]:
     """Metadata by which a file is one of a packed state."""
-    return {_HEADER: json.dumps(state.header)}
+    return {} if state.header is None else {HEADER: state.header.encoded()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -72,10 +72,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class PackedFiles:
-    """A packed state in safetensors files."""
+    """A packed state in safetensors files. header: None for a sharded state of floats."""
 
     files: WeightFiles
-    header: Mapping[str, Any]
+    header: PackedHeader | None
 
     def read(self) -> PackedState:
         return read_state(self.files, self.header)
@@ -85,20 +85,15 @@ class PackedFiles:
         return peek_state(self.files, self.header)
 
 
-def read_header(files: WeightFiles) -> dict[str, Any] | None:
+def read_header(files: WeightFiles) -> PackedHeader | None:
     """Return the header of a packed state; None for files of another kind. Raises CheckpointError for a damaged one."""
-    with opened(files.paths[0]) as file:
-        written = (file.metadata() or {}).get(_HEADER)
-    if written is None:
-        return None
-    with suppress(ValueError):
-        header = json.loads(written)
-        if isinstance(header, dict):
-            return header
-    raise damaged(files.paths[0], f"its metadata has a {_HEADER} that is no JSON object")
+    path = files.paths[0]
+    with opened(path) as file:
+        written = (file.metadata() or {}).get(HEADER)
+    return None if written is None else checked_header(path, decode_object(path, written))
 
 
-def read_state(files: WeightFiles, header: Mapping[str, Any]) -> PackedState:
+def read_state(files: WeightFiles, header: PackedHeader | None) -> PackedState:
     """Read a packed state: tensors are views of mapped files. Raises CheckpointError for other bytes than written."""
     tensors = dict(iterate_safetensors(files))
     for path in files.paths:
@@ -110,7 +105,7 @@ def read_state(files: WeightFiles, header: Mapping[str, Any]) -> PackedState:
     return PackedState(header, tensors)
 
 
-def peek_state(files: WeightFiles, header: Mapping[str, Any]) -> PackedState:
+def peek_state(files: WeightFiles, header: PackedHeader | None) -> PackedState:
     """Read a packed state with meta tensors in place of values; scales of a KV cache have none."""
     found = peek_safetensors(files, lambda _: False)
     return PackedState(header, {name: tensor if tensor.is_meta else tensor.to("meta") for name, tensor in found})

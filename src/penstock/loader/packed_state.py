@@ -8,10 +8,11 @@ weights are repacked. Tensors have the paths of `layers.tensors_of`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -26,8 +27,6 @@ from penstock.kernels.native.quantized import available_quantized_products
 from penstock.kernels.quantized import QuantizedProducts, QuantizedShape, QuantizedWeight, TorchQuantizedProducts
 from penstock.layers.linear import (
     LinearLayer,
-    NativeBfloat16Method,
-    NativeMethod,
     OneDnnMethod,
     PackedMethod,
     PlainMethod,
@@ -35,7 +34,6 @@ from penstock.layers.linear import (
 )
 from penstock.layers.quantization.float8 import Float8Method
 from penstock.layers.quantization.method import (
-    PRODUCTS,
     Int4ResidualMethod,
     QuantizedMethod,
     Quantizer,
@@ -44,38 +42,31 @@ from penstock.layers.quantization.method import (
 )
 from penstock.layers.tensors_of import tensors_of
 from penstock.loader.kv_cache_scales import scales_of_state
+from penstock.loader.packed_header import (
+    LAYOUT_VERSION,
+    NATIVE_METHODS,
+    QUANTIZED_METHODS,
+    TORCH,
+    Float8Entry,
+    FloatName,
+    FormOfWeight,
+    Kernels,
+    LayerEntry,
+    PackedEntry,
+    PackedHeader,
+    QuantizedEntry,
+)
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import runs_through_transformers
-
-# Raised when a packed weight of the same sizes gets other bytes, or the header another meaning.
-LAYOUT_VERSION = 1
-_TORCH = "torch"
-_NATIVE_METHODS = {method.__name__: method for method in (NativeMethod, NativeBfloat16Method)}
-_QUANTIZED_METHODS = {method.__name__: method for method in (QuantizedMethod, Int4ResidualMethod, ReorderedMethod)}
-
-
-@dataclass(frozen=True, slots=True)
-class Kernels:
-    """Layout of packed weights. device: "cpu" or "cuda". floats, integers: instruction sets whose kernels read weights
-    of floats and quantised ones; "torch" without C++ kernels.
-    """
-
-    device: str
-    floats: str
-    integers: str
-
-    @classmethod
-    def here(cls, device: str) -> Kernels:
-        if device != "cpu":
-            return cls(device, _TORCH, _TORCH)
-        return cls(device, _TORCH if NATIVE is None else NATIVE.instruction_set.name, getattr(PRODUCTS, "name", _TORCH))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedState:
-    """header: as JSON has it. tensors: by path; scales of an FP8 KV cache by the names of a sharded state."""
+    """header: None of a sharded state of floats. tensors: by path; scales of an FP8 KV cache by the names of a sharded
+    state.
+    """
 
-    header: Mapping[str, Any]
+    header: PackedHeader | None
     tensors: Mapping[str, Tensor]
 
     @classmethod
@@ -89,15 +80,15 @@ class PackedState:
                 "A packed state of a model that runs through Transformers is not supported. Load its checkpoint."
             )
         layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
-        header = {
-            "version": LAYOUT_VERSION,
-            "kernels": asdict(Kernels.here(device)),
-            "quantization": config.quantization,
-            "dtype": dtypes[0],
-            "weights_dtype": dtypes[1],
-            "is_tied": bool(model.tied_weights()),
-            "layers": {name: _described(name, layer) for name, layer in layers.items()},
-        }
+        header = PackedHeader(
+            version=LAYOUT_VERSION,
+            kernels=Kernels.here(device),
+            quantization=config.quantization,
+            dtype=cast(FloatName, dtypes[0]),
+            weights_dtype=cast(FloatName, dtypes[1]),
+            is_tied=bool(model.tied_weights()),
+            layers={name: _described(name, layer) for name, layer in layers.items()},
+        )
         buffers = {name for name, _ in model.named_buffers()} & set(model.state_dict(keep_vars=True))
         tensors = {
             one.path: _whole_rows(one.tensor.detach())
@@ -118,33 +109,27 @@ def is_quantized_model(model: nn.Module) -> bool:
     return any(isinstance(method, QuantizedMethod | Float8Method) for method in methods)
 
 
-def layouts_of(header: Mapping[str, Any], config: ModelConfig, device: str) -> Layouts | None:
+def layouts_of(header: PackedHeader, config: ModelConfig, device: str) -> Layouts | None:
     """Return the layouts that a state's weights have; None for those of here.
 
-    Raises CheckpointError for another version or device, or unknown kernels, ConfigError for another quantisation.
+    Raises CheckpointError for another device, or unknown kernels, ConfigError for another quantisation.
     """
-    here, version = Kernels.here(device), header.get("version")
-    if version != LAYOUT_VERSION:
-        raise CheckpointError(
-            f"The packed weights have layout version {version!r}, but this version of Penstock reads {LAYOUT_VERSION}. "
-            "Load the checkpoint that they were made from, and save them again."
-        )
     wanted = config.quantization
-    if wanted is not None and wanted != (header["quantization"] or NO_QUANTIZATION):
+    if wanted is not None and wanted != (header.quantization or NO_QUANTIZATION):
         raise ConfigError(
             f"quantization={wanted!r} is not valid for packed weights that were made with "
-            f"quantization={header['quantization']!r}. Leave the option out, or load the checkpoint."
+            f"quantization={header.quantization!r}. Leave the option out, or load the checkpoint."
         )
-    there = Kernels(**header["kernels"])
+    here, there = Kernels.here(device), header.kernels
     if there == here:
         return None
     products: dict[str, QuantizedProducts] = {one.name: one for one in available_quantized_products()}
-    products[_TORCH] = TorchQuantizedProducts()
+    products[TORCH] = TorchQuantizedProducts()
     try:
         floats = load_native_kernels(there.floats)
     except ConfigError:
         floats = None
-    if there.device != device or there.integers not in products or (floats is None and there.floats != _TORCH):
+    if there.device != device or there.integers not in products or (floats is None and there.floats != TORCH):
         raise CheckpointError(
             f"The packed weights are for {there.device} with the kernels {there.floats} and {there.integers}, which "
             f"are not available here ({here.device}, {here.floats}, {here.integers}). Load the checkpoint that they "
@@ -161,7 +146,7 @@ class Layouts:
     integers: QuantizedProducts
 
 
-def check_layers(layers: Mapping[str, LinearLayer], entries: Mapping[str, Any]) -> None:
+def check_layers(layers: Mapping[str, LinearLayer], entries: Mapping[str, LayerEntry]) -> None:
     """Raise CheckpointError unless a header has entries of exactly these layers."""
     if differing := sorted(layers.keys() ^ entries.keys()):
         raise CheckpointError(
@@ -179,12 +164,15 @@ class PackedLayers:
 
     def __init__(self, model: CausalLM, state: PackedState, kind: str, layouts: Layouts | None) -> None:
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
-        self._entries: Mapping[str, Any] = state.header["layers"]
+        assert state.header is not None, "of packed weights"
+        self._entries: Mapping[str, LayerEntry] = state.header.layers
         self._model, self._kind, self._layouts = model, kind, layouts
         check_layers(self._layers, self._entries)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = {id(parameters[name]) for name in state.tensors if name in parameters}
-        weights = {id(layer.weight) for name, layer in self._layers.items() if is_packed(self._entries[name])}
+        weights = {
+            id(layer.weight) for name, layer in self._layers.items() if isinstance(self._entries[name], PackedEntry)
+        }
         self.late = weights - stored
 
     def fill(
@@ -205,18 +193,20 @@ class PackedLayers:
                     raise _of_other_shape(name, stored, target)
                 target.detach().copy_(stored)
         for name, layer in self._layers.items():
-            if is_packed(self._entries[name]):
-                self._fill_layer(name, layer, tensors, device)
-            elif self._entries[name]["method"] == OneDnnMethod.__name__:
+            entry = self._entries[name]
+            if isinstance(entry, PackedEntry):
+                self._fill_layer(name, layer, entry, tensors, device)
+            elif entry.method == OneDnnMethod.__name__:
                 layer.method = choose_linear_method(layer.weight, layer.compute_dtype)
                 layer.method.process_weights_after_loading(layer)
             if finished is not None:
                 finished(layer)
 
-    def _fill_layer(self, name: str, layer: LinearLayer, tensors: dict[str, Tensor], device: torch.device) -> None:
-        entry = self._entries[name]
-        layer.has_smoothed_inputs = entry["is_smoothed"]
-        stored = {attribute: _taken(tensors, f"{name}.method.{attribute}") for attribute in entry["tensors"]}
+    def _fill_layer(
+        self, name: str, layer: LinearLayer, entry: PackedEntry, tensors: dict[str, Tensor], device: torch.device
+    ) -> None:
+        layer.has_smoothed_inputs = entry.is_smoothed
+        stored = {attribute: _taken(tensors, f"{name}.method.{attribute}") for attribute in entry.tensors}
         method, forms = form_of(entry, layer, stored, self._kind, None)
         if self._layouts is not None:
             old, old_forms = form_of(entry, layer, stored, self._kind, self._layouts)
@@ -229,13 +219,8 @@ class PackedLayers:
         method.adopt(layer, read)
 
 
-def is_packed(entry: Mapping[str, Any]) -> bool:
-    """Whether a layer with this entry of the header has its weight packed; others have a parameter."""
-    return entry["method"] not in (PlainMethod.__name__, OneDnnMethod.__name__)
-
-
 def form_of(
-    entry: Mapping[str, Any], layer: LinearLayer, stored: Mapping[str, Tensor], kind: str, layouts: Layouts | None
+    entry: PackedEntry, layer: LinearLayer, stored: Mapping[str, Tensor], kind: str, layouts: Layouts | None
 ) -> tuple[PackedMethod, dict[str, Tensor]]:
     """Make a layer's method; return it, and meta tensors of its weight's form.
 
@@ -244,7 +229,7 @@ def form_of(
     size = layer.output_size, layer.input_size
     with standing_for(kind):
         method = _method(entry, layer, stored, kind, layouts)
-        method.packed_OI = method.pack(torch.empty(size, dtype=getattr(torch, entry["dtype"])))
+        method.packed_OI = method.pack(torch.empty(size, dtype=getattr(torch, entry.dtype)))
     return method, _tensors_in(method)
 
 
@@ -256,6 +241,11 @@ def in_forms(
     Raises CheckpointError for tensors in other forms.
     """
     read = {}
+    if differing := sorted(stored.keys() ^ forms.keys()):
+        raise CheckpointError(
+            f"The packed weights have {name} with other tensors than its method, such as {differing[0]}. They are "
+            "damaged. Save them again."
+        )
     for attribute, form in forms.items():
         _check(f"{name}.method.{attribute}", stored[attribute], form)
         read[attribute] = form if device == META else _in_memory(stored[attribute], form, device)
@@ -272,22 +262,24 @@ def _tensors_in(method: PackedMethod) -> dict[str, Tensor]:
 
 
 def _method(
-    entry: Mapping[str, Any], layer: LinearLayer, stored: Mapping[str, Tensor], kind: str, layouts: Layouts | None
+    entry: PackedEntry, layer: LinearLayer, stored: Mapping[str, Tensor], kind: str, layouts: Layouts | None
 ) -> PackedMethod:
     kernels = NATIVE if layouts is None else layouts.floats
-    name = entry["method"]
-    if name in _QUANTIZED_METHODS:
-        shape = QuantizedShape(output_size=layer.output_size, input_size=layer.input_size, **entry["shape"])
+    name = entry.method
+    if isinstance(entry, QuantizedEntry):
+        shape = QuantizedShape(
+            output_size=layer.output_size, input_size=layer.input_size, **msgspec.structs.asdict(entry.shape)
+        )
         products = products_on(kind, is_invariant=layer.batch_invariant) if layouts is None else layouts.integers
         if name == ReorderedMethod.__name__:
             return ReorderedMethod(_form_of(shape), torch.empty(layer.input_size, dtype=torch.int64), products)
         return (Int4ResidualMethod if name == Int4ResidualMethod.__name__ else QuantizedMethod)(
             _form_of(shape), products
         )
-    if name == Float8Method.__name__:
-        return Float8Method(torch.empty_like(stored["_scales_OC"], device=META), entry["block_size"])
-    if kernels is not None and name in _NATIVE_METHODS:
-        return _NATIVE_METHODS[name](kernels)
+    if isinstance(entry, Float8Entry):
+        return Float8Method(torch.empty_like(stored["_scales_OC"], device=META), entry.block_size)
+    if kernels is not None and name in NATIVE_METHODS:
+        return NATIVE_METHODS[name](kernels)
     own = layer.own_method(kernels)
     if isinstance(own, PackedMethod) and name == type(own).__name__:
         return own
@@ -324,31 +316,35 @@ def _repacked(
     return tensors_of_method(new)
 
 
-def _described(name: str, layer: LinearLayer) -> dict[str, Any]:
+def _described(name: str, layer: LinearLayer) -> LayerEntry:
     """Describe a layer's method, and the format of its weight."""
     method = layer.method
-    described: dict[str, Any] = {"method": type(method).__name__, "is_smoothed": layer.has_smoothed_inputs}
+    kind = type(method).__name__
     if type(method) in (PlainMethod, OneDnnMethod):
-        return described
-    known = (*_NATIVE_METHODS.values(), *_QUANTIZED_METHODS.values(), Float8Method, type(layer.own_method(NATIVE)))
+        return LayerEntry(method=kind, is_smoothed=layer.has_smoothed_inputs)
+    known = (*NATIVE_METHODS.values(), *QUANTIZED_METHODS.values(), Float8Method, type(layer.own_method(NATIVE)))
     if type(method) not in known or not isinstance(method, PackedMethod) or method.packed_OI is None:
         raise UnsupportedFeature(
-            f"{name} has the linear method {type(method).__name__}, of which no packed state can be saved. Load the "
-            "checkpoint instead."
+            f"{name} has the linear method {kind}, of which no packed state can be saved. Load the checkpoint instead."
         )
-    described["tensors"] = list(_tensors_in(method))
-    described["dtype"] = "float32"
+    packed = method.packed_OI
+    dtype = "float32"
+    if not isinstance(method, QuantizedMethod | Float8Method):
+        # Else pairs of bfloat16 values.
+        dtype = str(packed.dtype if packed.is_floating_point() else torch.bfloat16).removeprefix("torch.")
+    entry = PackedEntry(
+        method=kind,
+        is_smoothed=layer.has_smoothed_inputs,
+        tensors=list(_tensors_in(method)),
+        dtype=cast(FloatName, dtype),
+    )
     if isinstance(method, QuantizedMethod):
         assert method.shape is not None, "is packed"
-        fields = asdict(method.shape)
-        described["shape"] = {key: fields[key] for key in ("bits", "group_size", "has_minimums", "scale_bytes")}
-    elif isinstance(method, Float8Method):
-        described["block_size"] = method.block_size
-    else:
-        packed = method.packed_OI
-        dtype = packed.dtype if packed.is_floating_point() else torch.bfloat16  # pairs of bfloat16 values
-        described["dtype"] = str(dtype).removeprefix("torch.")
-    return described
+        fields = {key: getattr(method.shape, key) for key in FormOfWeight.__struct_fields__}
+        return QuantizedEntry(**msgspec.structs.asdict(entry), shape=FormOfWeight(**fields))
+    if isinstance(method, Float8Method):
+        return Float8Entry(**msgspec.structs.asdict(entry), block_size=method.block_size)
+    return entry
 
 
 def _whole_rows(tensor: Tensor) -> Tensor:

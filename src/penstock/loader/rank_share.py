@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,8 @@ from penstock.kernels.quantized import QuantizedWeight
 from penstock.layers.linear import LinearLayer
 from penstock.layers.quantization.method import QuantizedMethod
 from penstock.layers.weights import Part, WeightSlot
-from penstock.loader.packed_state import Layouts, PackedState, check_layers, form_of, in_forms, is_packed
+from penstock.loader.packed_header import LayerEntry, PackedEntry
+from penstock.loader.packed_state import Layouts, PackedState, check_layers, form_of, in_forms
 from penstock.models.causal_lm import CausalLM
 
 _CPU = torch.device("cpu")
@@ -46,8 +46,8 @@ class RankShare:
         self.places, self.tensors = Places(model), state.tensors
         self._kind, self._layouts = kind, layouts
         self._layers = {name: module for name, module in model.named_modules() if isinstance(module, LinearLayer)}
-        self._entries: Mapping[str, Any] = state.header.get("layers", {})
-        if state.header:
+        self._entries: Mapping[str, LayerEntry] = {} if state.header is None else state.header.layers
+        if state.header is not None:
             check_layers(self._layers, self._entries)
         self._layer_names = {id(layer.weight): name for name, layer in self._layers.items()}
         self._tensor_names: dict[int, list[str]] = {}
@@ -55,17 +55,16 @@ class RankShare:
             self._tensor_names.setdefault(id(tensor), []).append(name)
         self._unpacked: dict[str, ShareableWeight] = {}
 
-    def entry(self, weight: Tensor) -> dict[str, Any]:
+    def entry(self, weight: Tensor) -> LayerEntry:
         """Entry of the linear layer with this weight."""
-        return dict(self._entries[self._layer_names[id(weight)]])
+        return self._entries[self._layer_names[id(weight)]]
 
     def of_method(self, weight: Tensor) -> dict[str, Tensor]:
         """Tensors of the method of the linear layer with this weight; none if it is not packed."""
         name = self._layer_names[id(weight)]
-        return {
-            attribute: self._stored(f"{name}.method.{attribute}")
-            for attribute in self._entries[name].get("tensors", ())
-        }
+        entry = self._entries[name]
+        attributes = entry.tensors if isinstance(entry, PackedEntry) else ()
+        return {attribute: self._stored(f"{name}.method.{attribute}") for attribute in attributes}
 
     def floats(self, target: Tensor) -> Tensor | None:
         """A parameter or buffer as it was stored; None if only its packed form was."""
@@ -80,10 +79,11 @@ class RankShare:
                 raise Unshareable(f"its share has the shape {list(stored.shape)}, and needs {list(target.shape)}")
             return ShareableWeight([stored])
         name = self._layer_names.get(id(target))
-        if name is None or name not in self._entries or not is_packed(self._entries[name]):
+        entry = None if name is None else self._entries.get(name)
+        if name is None or not isinstance(entry, PackedEntry):
             raise Unshareable(f"the saved state lacks {self._tensor_names[id(target)][0]}")
         if name not in self._unpacked:
-            self._unpacked[name] = self._unpack(name, target)
+            self._unpacked[name] = self._unpack(name, entry, target)
         return self._unpacked[name]
 
     def piece(self, name: str) -> ShareableWeight:
@@ -97,14 +97,14 @@ class RankShare:
         """Free unpacked weights."""
         self._unpacked.clear()
 
-    def _unpack(self, name: str, weight: Tensor) -> ShareableWeight:
-        entry, layer = self._entries[name], self._layers[name]
+    def _unpack(self, name: str, entry: PackedEntry, weight: Tensor) -> ShareableWeight:
+        layer = self._layers[name]
         stored = self.of_method(weight)
         method, forms = form_of(entry, layer, stored, self._kind, self._layouts)
         is_meta = stored["packed_OI"].is_meta
         if not isinstance(method, QuantizedMethod):
             if is_meta:
-                return ShareableWeight([weight.new_empty(weight.shape, dtype=getattr(torch, entry["dtype"]))])
+                return ShareableWeight([weight.new_empty(weight.shape, dtype=getattr(torch, entry.dtype))])
             for attribute, tensor in in_forms(name, stored, forms, _CPU).items():
                 setattr(method, attribute, tensor)
             assert method.packed_OI is not None, "was set"

@@ -11,27 +11,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.kernels.quantized import HALF_GROUP, QuantizedWeight
 from penstock.layers.linear import LinearLayer
-from penstock.layers.quantization.float8 import Float8Method
 from penstock.layers.quantization.method import QuantizedMethod, ReorderedMethod
 from penstock.layers.quantization.quantize import group_size_of
 from penstock.layers.weights import Part, WeightSlot
 from penstock.loader.arrangement import Arrangement
 from penstock.loader.kv_cache_scales import names_of_scales
-from penstock.loader.packed_state import (
-    Layouts,
-    PackedState,
-    form_of,
-    is_packed,
-    tensors_of_method,
-)
+from penstock.loader.packed_header import Float8Entry, LayerEntry, PackedEntry, PackedHeader, QuantizedEntry
+from penstock.loader.packed_state import Layouts, PackedState, form_of, tensors_of_method
 from penstock.loader.rank_share import Places, RankShare, ShareableWeight, Unshareable, packed_tensors, rows_of, view_of
 from penstock.models.causal_lm import CausalLM
 from penstock.parallel import ParallelState, Share
@@ -45,13 +39,13 @@ _DIFFERENT = "its shares are in different formats"
 
 @dataclass(frozen=True, slots=True)
 class SavedRanks:
-    """States of all ranks of an arrangement, by rank; their headers are empty if all weights are floats."""
+    """States of all ranks of an arrangement, by rank; they have no headers if all weights are floats."""
 
     arrangement: Arrangement
     ranks: Sequence[PackedState]
 
     @property
-    def header(self) -> Mapping[str, Any]:
+    def header(self) -> PackedHeader | None:
         """The first rank's header."""
         return self.ranks[0].header
 
@@ -74,7 +68,7 @@ class Resharding:
     ) -> None:
         self._model, self._saved, self._here = model, saved, here
         self._kind, self._layouts = kind, layouts
-        self._quantization = saved.header.get("quantization")
+        self._quantization = None if saved.header is None else saved.header.quantization
         # Loading replaces the parameters of the model.
         self._targets = model.state_dict(keep_vars=True)
         self._places = Places(model)
@@ -88,19 +82,19 @@ class Resharding:
 
         Raises CheckpointError for a weight that this arrangement cannot share.
         """
-        self._check_headers()
-        entries: dict[str, Any] = {}
+        header = self._checked_header()
+        entries: dict[str, LayerEntry] = {}
         tensors: dict[str, Tensor] = {}
         packed: set[int] = set()
         for name, layer in self._model.named_modules():
             if isinstance(layer, LinearLayer):
                 with self._sharing(name):
                     entries[name], found = self._layer(layer)
-                    if is_packed(entries[name]) and not self._has_floats(layer.weight):
+                    if isinstance(entries[name], PackedEntry) and not self._has_floats(layer.weight):
                         packed.add(id(layer.weight))
                 tensors |= {f"{name}.method.{attribute}": tensor for attribute, tensor in found.items()}
         tensors |= dict(self._parameters(packed))
-        return PackedState({**self._saved.header, "layers": entries}, tensors)
+        return PackedState(replace(header, layers=entries), tensors)
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the rank's state of floats, by the names of `save_sharded_state`."""
@@ -132,7 +126,7 @@ class Resharding:
             raise Unshareable("it is quantised in the saved state, and of floats here")
         return found.values[0]
 
-    def _layer(self, layer: LinearLayer) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    def _layer(self, layer: LinearLayer) -> tuple[LayerEntry, Mapping[str, Tensor]]:
         """Entry of a linear layer in the header, and the tensors of its method."""
         same = self._same_share(layer.weight)
         if same is not None:
@@ -140,18 +134,18 @@ class Resharding:
             return share.entry(source), share.of_method(source)
         sources = self._sources(layer.weight)
         entry = _joined_entry([share.entry(source) for share, source in sources])
-        if not is_packed(entry):
+        if not isinstance(entry, PackedEntry):
             return entry, {}
-        if entry["method"] == Float8Method.__name__:
+        if isinstance(entry, Float8Entry):
             raise Unshareable("it is in FP8, which ranks do not share")
-        is_reordered = entry["method"] == ReorderedMethod.__name__
+        is_reordered = entry.method == ReorderedMethod.__name__
         orders = self._orders(layer.weight, sources) if is_reordered else {}
         weight = self._assembled(layer.weight)
-        if weight.of_groups:
-            entry["shape"] = {**entry["shape"], "group_size": weight.group_size}
+        if isinstance(entry, QuantizedEntry) and weight.of_groups:
+            entry = replace(entry, shape=replace(entry.shape, group_size=weight.group_size))
         return entry, {**self._packed(layer, entry, weight), **orders}
 
-    def _packed(self, layer: LinearLayer, entry: Mapping[str, Any], weight: ShareableWeight) -> Mapping[str, Tensor]:
+    def _packed(self, layer: LinearLayer, entry: PackedEntry, weight: ShareableWeight) -> Mapping[str, Tensor]:
         """Tensors of a layer's method with this weight."""
         method, forms = form_of(entry, layer, {}, self._kind, self._layouts)
         if weight.values[0].is_meta:
@@ -299,16 +293,24 @@ class Resharding:
                 f"groups of {natural} here"
             )
 
-    def _check_headers(self) -> None:
-        """Raise CheckpointError for ranks that were saved by different engines."""
+    def _checked_header(self) -> PackedHeader:
+        """The first rank's header. Raises CheckpointError for ranks that were saved by different engines."""
         first = self._saved.header
+        assert first is not None, "of packed weights"
         for rank, state in enumerate(self._saved.ranks):
-            key = next((key for key in _OF_ENGINE if state.header.get(key) != first.get(key)), None)
+            if state.header is None:
+                raise CheckpointError(
+                    f"The saved state of rank {rank} is of floats, and that of rank 0 is packed, so they are of "
+                    "different engines. Save the state again."
+                )
+            mine, firsts = ({key: getattr(one, key) for key in _OF_ENGINE} for one in (state.header, first))
+            key = next((key for key in _OF_ENGINE if mine[key] != firsts[key]), None)
             if key is not None:
                 raise CheckpointError(
-                    f"The saved state of rank {rank} has {key}={state.header.get(key)!r}, and that of rank 0 has "
-                    f"{first.get(key)!r}, so they are of different engines. Save the state again."
+                    f"The saved state of rank {rank} has {key}={mine[key]!r}, and that of rank 0 has "
+                    f"{firsts[key]!r}, so they are of different engines. Save the state again."
                 )
+        return first
 
     @contextmanager
     def _sharing(self, name: str) -> Iterator[None]:
@@ -323,20 +325,20 @@ class Resharding:
             ) from error
 
 
-def _joined_entry(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _joined_entry(entries: Sequence[LayerEntry]) -> LayerEntry:
     """Entry of a layer that is made of shares with these."""
-    first = dict(entries[0])
-    if any(entry.get(key) != first.get(key) for entry in entries for key in _OF_LAYER):
+    first = entries[0]
+    if any(getattr(entry, key, None) != getattr(first, key, None) for entry in entries for key in _OF_LAYER):
         raise Unshareable(_DIFFERENT)
-    shapes = [entry["shape"] for entry in entries if "shape" in entry]
-    if shapes:
-        formats = {(shape["bits"], shape["has_minimums"]) for shape in shapes}
-        scale_bytes = {shape["scale_bytes"] for shape in shapes}
-        # Scales of E2M1 may be powers of two in one share alone; others would have been rounded in one alone.
-        if len(formats) > 1 or (len(scale_bytes) > 1 and formats != {(4, False)}):
-            raise Unshareable(_DIFFERENT)
-        first["shape"] = {**first["shape"], "scale_bytes": max(scale_bytes)}
-    return first
+    if not isinstance(first, QuantizedEntry):
+        return first
+    shapes = [entry.shape for entry in entries if isinstance(entry, QuantizedEntry)]
+    formats = {(shape.bits, shape.has_minimums) for shape in shapes}
+    scale_bytes = {shape.scale_bytes for shape in shapes}
+    # Scales of E2M1 may be powers of two in one share alone; others would have been rounded in one alone.
+    if len(formats) > 1 or (len(scale_bytes) > 1 and formats != {(4, False)}):
+        raise Unshareable(_DIFFERENT)
+    return replace(first, shape=replace(first.shape, scale_bytes=max(scale_bytes)))
 
 
 def _are_alike(slot: WeightSlot, other: WeightSlot) -> bool:

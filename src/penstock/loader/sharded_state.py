@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,6 +24,7 @@ from penstock.layers.weights import WeightSlot
 from penstock.loader.arrangement import Arrangement
 from penstock.loader.kv_cache_scales import scales_of_state
 from penstock.loader.packed_files import PackedFiles, metadata_of, read_header, write_tensors
+from penstock.loader.packed_header import PackedHeader
 from penstock.loader.packed_state import PackedState
 from penstock.loader.resharding import SavedRanks
 from penstock.loader.safetensors import opened
@@ -119,7 +119,7 @@ class RankFiles:
     ranks: Sequence[PackedFiles | TensorizedState]
 
     @property
-    def header(self) -> Mapping[str, Any]:
+    def header(self) -> PackedHeader | None:
         """The first rank's header."""
         return self.ranks[0].header
 
@@ -193,7 +193,7 @@ def find_state(
 ) -> PackedFiles | TensorizedState | RankFiles | None:
     """Return the saved state of this rank, or those of all ranks of another arrangement; None for other load formats.
 
-    The header of a state of floats is empty. Raises CheckpointError for missing or damaged files.
+    A state of floats has no header. Raises CheckpointError for missing or damaged files.
     """
     if load_config.load_format == TENSORIZER:
         uri = load_config.tensorizer_uri or default_uri(folder)
@@ -201,9 +201,7 @@ def find_state(
     if load_config.load_format != SHARDED_STATE:
         return None
     files = find_sharded_files(folder, load_config.sharded_state_pattern, parallel)
-    return _state_of(
-        files.arrangement, [PackedFiles(one, read_header(one) or {}) for one in files.ranks], files.is_other
-    )
+    return _state_of(files.arrangement, [PackedFiles(one, read_header(one)) for one in files.ranks], files.is_other)
 
 
 def find_packed_state(
@@ -211,7 +209,7 @@ def find_packed_state(
 ) -> PackedFiles | TensorizedState | RankFiles | None:
     """Return the packed state of `find_state`; None for a sharded state of floats too."""
     found = find_state(folder, load_config, parallel)
-    return found if found is not None and found.header else None
+    return found if found is not None and found.header is not None else None
 
 
 def _state_of(

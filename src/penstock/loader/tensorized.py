@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -17,19 +16,44 @@ from penstock.checkpoints.json_file import shown
 from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
 from penstock.loader.arrangement import Arrangement
+from penstock.loader.packed_header import HEADER, PackedHeader, checked, checked_header, decode_object
 from penstock.loader.packed_state import PackedState
 from penstock.parallel import ParallelState
 
-_HEADER, _FORMS, _RANK = "penstock_packed_state", "tensors", "rank"
 _PATTERN = "model-rank-%03d.tensors"
+
+
+class _Form(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Dtype, as torch names it, and shape of a tensor."""
+
+    dtype: str
+    shape: list[Annotated[int, msgspec.Meta(ge=0)]]
+
+    @property
+    def torch_dtype(self) -> object:
+        return getattr(torch, self.dtype, None)
+
+
+class _OfRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Fields of a file's header beside those of a packed state. tensors: a `_Form` by name. Others: older files lack
+    them; those of the arrangement are texts.
+    """
+
+    tensors: dict[str, Any]
+    rank: int | msgspec.UnsetType = msgspec.UNSET
+    tensor_parallel_size: str | msgspec.UnsetType = msgspec.UNSET
+    pipeline_parallel_size: str | msgspec.UnsetType = msgspec.UNSET
+    world_size: str | msgspec.UnsetType = msgspec.UNSET
+    pipeline_layers: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
 class TensorizedState:
-    """header: as of `PackedState`, with dtype and shape of each tensor."""
+    """A packed state in a file. forms: dtype and shape of each tensor."""
 
     uri: str
-    header: Mapping[str, Any]
+    header: PackedHeader
+    forms: Mapping[str, _Form]
 
     @classmethod
     def open(cls, uri: str, rank: int, here: Arrangement) -> tuple[TensorizedState, Arrangement]:
@@ -38,28 +62,47 @@ class TensorizedState:
         Raises CheckpointError for a missing or damaged file, and for one of another rank.
         """
         path = _of_rank(uri, rank)
-        found = _read(path, lambda name: name == _HEADER)
-        if _HEADER not in found:
+        found = _read(path, lambda name: name == HEADER)
+        if HEADER not in found:
             raise CheckpointError(f"{path} was not written by save_tensorized_model. Save the model with it.")
-        header = _header_in(path, found[_HEADER])
-        if (saved_rank := header.get(_RANK, rank)) != rank:
+        content = decode_object(path, bytes(found[HEADER].tolist()))
+        names = _OfRank.__struct_fields__
+        own = checked(path, {name: value for name, value in content.items() if name in names}, _OfRank)
+        if own.rank not in (rank, msgspec.UNSET):
             raise CheckpointError(
-                f"{path} has the share of rank {shown(saved_rank)}, and its name says rank {rank}. Copy the files of "
-                "all ranks again, each with its own name."
+                f"{path} has the share of rank {own.rank}, and its name says rank {rank}. Copy the files of all ranks "
+                "again, each with its own name."
             )
-        return cls(path, header), Arrangement.said_by(path, header, here)
+        header = checked_header(path, {name: value for name, value in content.items() if name not in names})
+        forms = {name: checked(path, form, _Form, f"tensors.{name}") for name, form in own.tensors.items()}
+        for name, form in forms.items():
+            if not isinstance(form.torch_dtype, torch.dtype):
+                raise CheckpointError(
+                    f"{path} is damaged: its {HEADER} has tensors.{name}[0]={shown(form.dtype)}, which is no dtype of "
+                    "torch. Save the model again."
+                )
+        return cls(path, header, forms), Arrangement.said_by(path, msgspec.to_builtins(own), here)
 
     def read(self) -> PackedState:
-        tensors = _read(self.uri, lambda name: name != _HEADER)
+        tensors = _read(self.uri, lambda name: name != HEADER)
+        read, said = ({name: (one.dtype, list(one.shape)) for name, one in of.items()} for of in (tensors, self._metas))
+        if differing := sorted(name for name in read.keys() | said.keys() if read.get(name) != said.get(name)):
+            raise CheckpointError(
+                f"{self.uri} is damaged: its tensors are others than its {HEADER} has, such as {differing[0]} "
+                f"({len(differing)} in all). Save the model again."
+            )
         return PackedState(self.header, tensors)
 
     def peek(self) -> PackedState:
         """The state with meta tensors."""
-        forms = self.header[_FORMS].items()
-        return PackedState(
-            self.header,
-            {name: torch.empty(shape, dtype=getattr(torch, dtype), device=META) for name, (dtype, shape) in forms},
-        )
+        return PackedState(self.header, self._metas)
+
+    @property
+    def _metas(self) -> dict[str, Tensor]:
+        return {
+            name: torch.empty(form.shape, dtype=form.torch_dtype, device=META)  # type: ignore[call-overload]
+            for name, form in self.forms.items()
+        }
 
 
 def open_tensorized(uri: str, parallel: ParallelState) -> tuple[Arrangement, list[TensorizedState], bool]:
@@ -96,13 +139,15 @@ def write_tensorized(state: PackedState, uri: str, parallel: ParallelState) -> s
     """Write this rank's file; return its name. Raises CheckpointError if it cannot be written."""
     _check_for_ranks(uri, parallel.world_size)
     path = _of_rank(uri, parallel.rank)
-    forms = {name: (str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
-    header = {**state.header, **Arrangement.of(parallel).header(), _RANK: parallel.rank, _FORMS: forms}
-    written = torch.tensor(list(json.dumps(header).encode()), dtype=torch.uint8)
     tensorizer = _tensorizer()
+    assert state.header is not None, "of packed weights"
+    forms = {name: _Form(str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
+    own = _OfRank(forms, parallel.rank, **Arrangement.of(parallel).header())
+    header = msgspec.json.encode({**msgspec.to_builtins(state.header), **msgspec.to_builtins(own)})
+    written = torch.tensor(list(header), dtype=torch.uint8)
     try:
         serializer = tensorizer.TensorSerializer(path)
-        serializer.write_state_dict({**state.tensors, _HEADER: written})
+        serializer.write_state_dict({**state.tensors, HEADER: written})
         serializer.close()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}.") from error
@@ -125,15 +170,6 @@ def uri_of(tensorizer_config: Any) -> str:
 def default_uri(folder: Path) -> str:
     """The file that is taken without `tensorizer_uri`."""
     return str(folder / _PATTERN)
-
-
-def _header_in(path: str, written: Tensor) -> dict[str, Any]:
-    """Decode the header of a file. Raises CheckpointError for one that is no JSON object."""
-    with suppress(ValueError, RecursionError):
-        header = json.loads(bytes(written.tolist()))
-        if isinstance(header, dict):
-            return header
-    raise CheckpointError(f"{path} is damaged: its {_HEADER} is no JSON object. Save the model again.")
 
 
 def _of_rank(uri: str, rank: int) -> str:

@@ -6,15 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import asdict
+
 from penstock.config import EngineConfig, LoadConfig, ModelConfig
 from penstock.device.capability import gpu_capability
 from penstock.kernels.native import NATIVE, library_path
-from penstock.loader.packed_state import Kernels
+from penstock.loader.packed_header import Kernels
 from penstock.worker.calibration_texts import GENERAL_TEXT
 
 # Options that change no weight; folders count by their files.

@@ -22,9 +22,10 @@ from penstock.device import Device, DtypeChoice
 from penstock.errors import CheckpointError
 from penstock.loader.loader import restore
 from penstock.loader.packed_files import UNFINISHED, metadata_of, read_header, read_state, write_tensors
-from penstock.loader.packed_state import LAYOUT_VERSION, PackedState
+from penstock.loader.packed_header import LAYOUT_VERSION
+from penstock.loader.packed_state import PackedState
 from penstock.loader.quantized.choose import choose_rounding
-from penstock.loader.weight_files import WeightFiles
+from penstock.loader.weight_files import WeightFiles, damaged
 from penstock.models.causal_lm import CausalLM
 from penstock.models.registry import runs_through_transformers
 from penstock.observability.units import format_bytes
@@ -89,10 +90,13 @@ class WeightCache:
         files = WeightFiles((path,))
         dtypes = self._dtype.torch_dtype, self._dtype.weights_torch_dtype
         try:
-            state = read_state(files, read_header(files) or {})
+            header = read_header(files)
+            if header is None:
+                raise damaged(path, "it has no header of packed weights")
             device = self._device.torch_device
+            state = read_state(files, header)
             return restore(state, self._model, self._parallel, self._device.kind, device, *dtypes)
-        except (CheckpointError, KeyError, TypeError, AttributeError) as error:  # the header may have any values
+        except CheckpointError as error:
             logger.warning("Weight cache: %s is not used, and written anew. %s", path, error)
             return None
 
