@@ -23,8 +23,10 @@ from penstock.features.kv_files.files import LAYOUT
 from penstock.features.kv_peers import peers
 from penstock.features.kv_peers.peers import Peers, PeerServer, Source
 from penstock.features.kv_tiers.choice import LoadChoice
+from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, greedy, make_core, random_prompts, run
+from support.features import scheduler_side
 
 PROMPTS = random_prompts([70, 100, 33, 7], vocab_size=97)
 SECRET = b"a secret of some length"
@@ -187,6 +189,20 @@ def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: s
     tiny_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match=message):
         make_core(tmp_path, **{"kv_offload_dir": str(tmp_path), **options})
+
+
+def test_engines_beside_each_other_listen_at_one_address(tmp_path: Path, secret: Path) -> None:
+    tiny_checkpoint(tmp_path / "model")
+    options = {"kv_listen": free_address(), "data_parallel_size": 2, "data_parallel_size_local": 1}
+    with engine(tmp_path / "model", "one", secret, data_parallel_rank=0, **options) as first:
+        with engine(tmp_path / "model", "one", secret, data_parallel_rank=1, **options) as second:
+            copies = [scheduler_side(core, TierScheduling)._copies for core in (first, second)]
+            assert [one is not None and one._server is not None for one in copies] == [True, False]
+        with (
+            pytest.raises(ConfigError, match=f"kv_listen='{options['kv_listen']}': Address already in use"),
+            engine(tmp_path / "model", "two", secret, data_parallel_rank=1, **options),
+        ):
+            pass
 
 
 def test_an_address_that_is_taken_is_an_error(tmp_path: Path, secret: Path) -> None:

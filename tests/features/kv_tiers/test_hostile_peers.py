@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -19,7 +20,7 @@ import zmq
 
 from penstock.features.kv_files.files import LAYOUT
 from penstock.features.kv_peers import peers
-from penstock.features.kv_peers.peers import Peers, PeerServer, Source
+from penstock.features.kv_peers.peers import AddressTaken, Peers, PeerServer, Source, serves_folder
 from support.waiting import wait_until
 
 SECRET = b"a secret of some length"
@@ -115,6 +116,24 @@ def test_a_file_that_is_there_is_not_awaited(roots: tuple[Path, Path]) -> None:
         assert found(client, paths) == set(paths)
         assert copied(client, address, paths) > 0
         assert time.monotonic() - begin < peers._WAIT_S
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "*"])
+def test_an_address_of_an_engine_with_the_same_folder_is_no_strangers(
+    roots: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.setattr(peers, "_TIMEOUT_S", 0.5)
+    theirs, ours = roots
+    address = f"{host}:{free_address().rpartition(':')[2]}"
+    server = PeerServer(theirs, address, SECRET, set)
+    try:
+        with pytest.raises(AddressTaken, match=f"kv_listen='{re.escape(address)}': Address already in use"):
+            PeerServer(theirs, address, SECRET, set)
+        assert serves_folder(theirs, address, SECRET)
+        assert not serves_folder(ours, address, SECRET)
+        assert not serves_folder(theirs, address, b"another secret of some length")
+    finally:
+        server.close()
 
 
 def test_files_that_are_there_are_answered_where_those_to_come_are_not_known(roots: tuple[Path, Path]) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.config.kv_tiers import KVTierConfig
 from penstock.contract import RpcCall
-from penstock.errors import ConfigError
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 
@@ -116,12 +115,14 @@ class Copies:
 
     def _listen(self, tiers: KVTierConfig) -> PeerServer | None:
         """Answer other engines. Of engines beside each other, which have one folder, the first one does."""
-        from penstock.features.kv_peers.peers import PeerServer
+        from penstock.features.kv_peers.peers import AddressTaken, PeerServer, serves_folder
 
         assert tiers.kv_listen is not None
+        secret = tiers.read_secret()
         try:
-            return PeerServer(self._root, tiers.kv_listen, tiers.read_secret(), self._folder.names_to_come)
-        except ConfigError:
-            if self._services.config.parallel.data_parallel_size == 1:
+            return PeerServer(self._root, tiers.kv_listen, secret, self._folder.names_to_come)
+        except AddressTaken:
+            is_alone = self._services.config.parallel.data_parallel_size == 1
+            if is_alone or not serves_folder(self._root, tiers.kv_listen, secret):
                 raise
             return None

@@ -47,6 +47,10 @@ _POLL_MS, _IDLE_MS = 5, 200
 _COMPARED = ("model", "ranks", "block_size", "kv_cache_dtype", "max_model_len", "weight_version", "penstock")
 
 
+class AddressTaken(ConfigError):
+    """An address at which another process listens."""
+
+
 class Source(NamedTuple):
     """Peer that has blocks. shares: how they are made of its ranks'; None where they are those of this engine's."""
 
@@ -57,12 +61,14 @@ class Source(NamedTuple):
 class _Question(msgspec.Struct, frozen=True):
     """paths: of files, below the folder. wants_content: for one path, its content; otherwise whether each is there.
 
-    wants_about: descriptions of all blocks of the folder, by their digest, in place of both.
+    wants_about: descriptions of all blocks of the folder, by their digest, in place of both. wants_identity: of the
+    folder on its machine, in place of all.
     """
 
     paths: list[str]
     wants_content: bool = False
     wants_about: bool = False
+    wants_identity: bool = False
 
 
 @dataclass
@@ -104,7 +110,8 @@ class PeerServer:
             self._connections.listen()
         except zmq.ZMQError as error:
             self._close_sockets()
-            raise ConfigError(f"kv_listen={address!r}: {error.strerror}. Give another address.") from error
+            kind = AddressTaken if error.errno == zmq.EADDRINUSE else ConfigError
+            raise kind(f"kv_listen={address!r}: {error.strerror}. Give another address.") from error
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-tier-server", daemon=True)
         self._thread.start()
@@ -172,7 +179,9 @@ class PeerServer:
 
     def _answer(self, one: _Pending) -> None:
         question = one.question
-        if question.wants_about:
+        if question.wants_identity:
+            answer = _identity(self._root)
+        elif question.wants_about:
             answer = msgspec.msgpack.encode({folder.name: about_in(folder) for folder in folders_in(self._root)})
         elif question.wants_content:
             path = next(iter(question.paths), "")
@@ -364,13 +373,7 @@ class Peers:
         return total
 
     def _connected(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.DEALER)
-        socket.curve_publickey, socket.curve_secretkey = _keys(self._secret, "client")
-        socket.curve_serverkey = _keys(self._secret, "server")[0]
-        socket.linger, socket.maxmsgsize, socket.ipv6 = 0, _MOST_BYTES, is_ipv6(address)
-        socket.rcvtimeo = socket.sndtimeo = int(_TIMEOUT_S * 1000)
-        socket.connect(f"tcp://{address}")
-        return socket
+        return _connected(self._context, address, self._secret)
 
     def _is_paused(self, address: str) -> bool:
         return time.monotonic() < self._paused.get(address, 0.0)
@@ -378,6 +381,41 @@ class Peers:
     def _pause(self, address: str, error: Exception) -> None:
         logger.warning("The peer %s is not asked for blocks for %.0f s: %s", address, _PAUSE_S, error)
         self._paused[address] = time.monotonic() + _PAUSE_S
+
+
+def serves_folder(root: Path, address: str, secret: bytes) -> bool:
+    """Whether an engine that listens at this address of this machine has this very folder, and the secret."""
+    context = zmq.Context()
+    try:
+        with context.socket(zmq.PAIR) as probe:
+            # Which address the name, or the "*", stands for.
+            probe.ipv6 = is_ipv6(address)
+            probe.bind(f"tcp://{address.rpartition(':')[0]}:*")
+            host = probe.get_string(zmq.LAST_ENDPOINT).removeprefix("tcp://").rpartition(":")[0]
+        with _connected(context, f"{host}:{address.rpartition(':')[2]}", secret) as socket:
+            socket.send(msgspec.msgpack.encode(_Question([], wants_identity=True)))
+            return _received(socket)[1] == _identity(root)
+    except (zmq.ZMQError, PenstockError) as error:
+        logger.info("%s is not known to be an engine of this folder: %s", address, error)
+        return False
+    finally:
+        context.destroy(linger=0)
+
+
+def _identity(root: Path) -> bytes:
+    """What tells a folder from the others of its machine."""
+    status = root.stat()
+    return b"%d-%d" % (status.st_dev, status.st_ino)
+
+
+def _connected(context: zmq.Context[zmq.Socket[bytes]], address: str, secret: bytes) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.curve_publickey, socket.curve_secretkey = _keys(secret, "client")
+    socket.curve_serverkey = _keys(secret, "server")[0]
+    socket.linger, socket.maxmsgsize, socket.ipv6 = 0, _MOST_BYTES, is_ipv6(address)
+    socket.rcvtimeo = socket.sndtimeo = int(_TIMEOUT_S * 1000)
+    socket.connect(f"tcp://{address}")
+    return socket
 
 
 def _received(socket: zmq.Socket[bytes]) -> tuple[str, bytes]:
