@@ -290,6 +290,13 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of block ids of a group's pool."""
         return self.pools[self.groups[group].pool].num_blocks
 
+    def block_bytes_of(self, group: int) -> int:
+        """Return the bytes of a group's block."""
+        spec = self.groups[group]
+        pool, names = self.pools[spec.pool], set(spec.layer_names)
+        tensors = (tensor for tensor in pool.tensors if not names.isdisjoint(tensor.shared_by))
+        return sum(tensor.size_bytes // pool.num_blocks for tensor in tensors)
+
     @property
     def size_bytes(self) -> int:
         return sum(pool.size_bytes for pool in self.pools)

@@ -105,6 +105,21 @@ def write_block(path: str, pages: Sequence[np.ndarray], *, keeps_in_memory: bool
     return size
 
 
+def write_described(
+    folder: str, about: Mapping[str, Any], path: str, pages: Sequence[np.ndarray], *, keeps_in_memory: bool = True
+) -> int:
+    """As `write_block`, in a folder that says whose blocks it has.
+
+    The folder may be removed meanwhile, such as by `penstock cache rm` or a reset of another engine: it is made anew.
+    """
+    try:
+        write_about(folder, about)
+        return write_block(path, pages, keeps_in_memory=keeps_in_memory)
+    except FileNotFoundError:
+        write_about(folder, about)
+        return write_block(path, pages, keeps_in_memory=keeps_in_memory)
+
+
 def read_block(path: str, pages: Sequence[np.ndarray]) -> int:
     """Read a block into these pages; return the bytes. Its time of change becomes that of its last use.
 
@@ -221,13 +236,16 @@ class FolderLimit:
             self._num_new_bytes = 0
             self._has_to_count.set()
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether the file system has room for so many bytes, beside a reserve."""
+    def why_full(self, num_bytes: int) -> str | None:
+        """Why the file system takes no more bytes, beside a reserve; None if it does."""
         try:
             system = os.statvfs(self._root.parent)
-        except OSError:
-            return False
-        return num_bytes + _RESERVE_BYTES <= system.f_bavail * system.f_frsize
+        except FileNotFoundError:
+            return None  # it was removed, and is made anew with the next file
+        except OSError as error:
+            return f"kv_offload_dir cannot be used: {error}"
+        is_full = num_bytes + _RESERVE_BYTES > system.f_bavail * system.f_frsize
+        return "the file system of kv_offload_dir is full" if is_full else None
 
     def close(self) -> None:
         self._is_closed = True

@@ -27,18 +27,6 @@ class LoadBytes(NamedTuple):
         return self.from_host + self.from_folder
 
 
-def bytes_of_blocks(config: KVCacheConfig) -> list[int]:
-    """Bytes of a block on one rank, by group."""
-    return [
-        sum(
-            tensor.size_bytes // config.pools[group.pool].num_blocks
-            for tensor in config.pools[group.pool].tensors
-            if not set(group.layer_names).isdisjoint(tensor.shared_by)
-        )
-        for group in config.groups
-    ]
-
-
 class LoadChoice:
     """Chooses to load the blocks of a hit if that is expected to end sooner than computing their tokens.
 
@@ -49,7 +37,7 @@ class LoadChoice:
         self._compute_times = compute_times
         # Seconds of a load by a constant, and by its bytes of each source.
         self._load_cost = MeasuredCost(3, forgets_after_s=_FORGETS_AFTER_S)
-        self._bytes_of_block = bytes_of_blocks(config)
+        self._bytes_of_block = [config.block_bytes_of(group) for group in range(len(config.groups))]
 
     def num_bytes(self, blocks: Iterable[tuple[BlockKey, bool]]) -> LoadBytes:
         """Bytes of blocks by their keys, each with whether it is in host memory."""

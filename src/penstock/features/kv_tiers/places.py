@@ -10,7 +10,6 @@ from pathlib import Path
 from penstock.contract import RpcCall
 from penstock.errors import PenstockError
 from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
-from penstock.features.kv_tiers.choice import bytes_of_blocks
 from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
 from penstock.scheduler.block_pool import BlockKey
 from penstock.scheduler.services import SchedulerServices
@@ -23,18 +22,21 @@ class Places:
 
     has_host: whether there is host memory for blocks. host: the blocks in it; None until the workers are asked.
     known_folders: of the ranks' blocks; empty until the workers are asked, since the weights may have changed.
+    wrong: keys of blocks that are being written with content that may be wrong.
     """
 
     def __init__(self, services: SchedulerServices) -> None:
         config = services.config.kv_tiers
         self._call = services.call_workers
-        largest = max(bytes_of_blocks(services.scheduler.kv_cache.config), default=0)
+        kv_cache = services.scheduler.kv_cache.config
+        largest = max(map(kv_cache.block_bytes_of, range(len(kv_cache.groups))), default=0)
         self.limit = None if config.folder is None else FolderLimit(config.folder, config.max_bytes, largest)
         self.has_host = config.host_bytes > 0
         # Made when the workers are asked, with the folders of the weights whose blocks it has.
         self.host: HostBlocks | None = None
         self._host_is_of: list[str] = []
         self.known_folders: list[str] = []
+        self.wrong: set[BlockKey] = set()
 
     @property
     def folders(self) -> list[str]:
@@ -61,6 +63,8 @@ class Places:
     def has(self, key: BlockKey, others: Collection[str] = ()) -> bool:
         """Whether a block is in host memory or in the folder. others: paths that count as there."""
         path = self.path(key)
+        if key in self.wrong:
+            return False
         return self.in_host(key) is not None or path in others or (self.limit is not None and os.path.exists(path))
 
     def in_host(self, key: BlockKey) -> HostBlock | None:
@@ -104,6 +108,8 @@ class Places:
         self.known_folders = []
 
     def workers_replaced(self) -> None:
+        self.remove(tuple(self.wrong))
+        self.wrong.clear()
         self.host = None  # their memory is lost
         self.known_folders = []
 

@@ -82,7 +82,7 @@ class Saves:
     """Blocks that are written, and those that may have to be.
 
     fresh: full blocks, oldest first, with their keys and the last step that was launched before. keeps_pace: whether
-    saves beside steps keep to a pace. counts: of the metrics.
+    saves beside steps keep to a pace. counts: of the metrics. problem: why the last block was not saved.
     """
 
     def __init__(self, services: SchedulerServices, places: Places, moves: MoveQueue, counts: dict[str, int]) -> None:
@@ -95,7 +95,7 @@ class Saves:
         self._pace = Pace(time.monotonic())
         # Other engines wait for blocks of one that listens.
         self.keeps_pace = config.kv_tiers.kv_listen is None
-        self._paused_until = 0.0
+        self.problem, self._paused_until = "", 0.0
 
     @property
     def is_busy(self) -> bool:
@@ -123,6 +123,18 @@ class Saves:
             self.fresh[block] = (block.key, last_launched)
             self.fresh.move_to_end(block)
 
+    def forget(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks whose content may be wrong, also those that are being written, once they are."""
+        self._places.remove(keys)
+        self._places.wrong.update({save.key for save in self._saves.values()}.intersection(keys))
+
+    def resume(self, keys: Sequence[BlockKey]) -> None:
+        """End a pause, and note the blocks of these keys, which may not have been saved during it."""
+        self.problem, self._paused_until = "they have made room for others", 0.0
+        for key in keys:
+            if (block := self._kv_cache.groups[key[0]].pool.find(key)) is not None:
+                self.fresh.setdefault(block, (key, self._kv_cache.steps.last_launched))
+
     def begin(self, *, is_paced: bool) -> None:
         """Begin to write full blocks that are computed, and in no other tier yet, the oldest ones first.
 
@@ -131,8 +143,8 @@ class Saves:
         most = self._pace.num_blocks(time.monotonic()) if is_paced else _MOST_SAVES
         steps, host = self._kv_cache.steps, self._places.host_memory
         is_idle = steps.last_done == steps.last_launched
-        if self._places.limit is not None and not self._places.limit.has_room(0):
-            self._pause("the file system of kv_offload_dir is full")
+        if self._places.limit is not None and (why := self._places.limit.why_full(0)) is not None:
+            self._pause(why)
         num_saving = sum(save.block is not None for save in self._saves.values())
         while self.fresh and most > 0:
             block, (key, last_launched) = next(iter(self.fresh.items()))
@@ -162,7 +174,7 @@ class Saves:
         return (
             self._places.limit is not None
             and time.monotonic() >= self._paused_until
-            and not os.path.exists(self._places.path(key))
+            and not all(os.path.exists(path_of(folder, key)) for folder in self._places.folders)
         )
 
     def _begin_save(
@@ -186,6 +198,10 @@ class Saves:
         """Release a block that is written. From host memory it goes on to the folder."""
         if save.block is not None:
             self._blocks.release(save.block, save.key[0])
+        if save.key in self._places.wrong:
+            self._places.remove((save.key,))
+            if all(one.key != save.key for one in self._saves.values()):
+                self._places.wrong.remove(save.key)
         host, host_block = self._places.host, save.host_block
         if host is None or host_block is None:
             return
@@ -230,6 +246,7 @@ class Saves:
 
     def _pause(self, error: str) -> None:
         """Write nothing to the folder for a while."""
+        self.problem = error
         if time.monotonic() >= self._paused_until:
             logger.warning("No blocks of the KV cache are saved for %.0f s: %s", _PAUSE_S, error)
         self._paused_until = time.monotonic() + _PAUSE_S

@@ -101,7 +101,7 @@ class TierScheduling(SchedulerFeature):
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         self._counts = dict.fromkeys(FEATURE.counters, 0)
         self._saves = Saves(services, self._places, self._moves, self._counts)
-        self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._saves.note_cached, self._places.remove
+        self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._saves.note_cached, self._forget
         self._copies = None if folder is None else Copies(services, self)
         self._proxies = Proxies(config)
 
@@ -291,6 +291,12 @@ class TierScheduling(SchedulerFeature):
             # A core without requests has no turn by itself.
             self._services.call_soon(lambda: None)
 
+    def _forget(self, keys: Sequence[BlockKey]) -> None:
+        """Remove blocks whose content may be wrong; those that are being loaded are not used."""
+        self._saves.forget(keys)
+        for load in self._loads.values():
+            load.failed.update(move_id for move_id, (_, key, _) in load.blocks.items() if key in keys)
+
     def _end_unwanted(self, load: _Load) -> None:
         """Take back the moves of a load that have not begun; requests that want its blocks load them anew."""
         load.is_unwanted = True
@@ -426,20 +432,24 @@ class TierScheduling(SchedulerFeature):
     def save_kv_prefix(self, token_ids: Sequence[int]) -> list[tuple[int, list[str]]]:
         """Finish the saves; return the tokens of a prompt that are kept in whole blocks, and their files.
 
-        Raises InvalidRequest without a folder.
+        Raises InvalidRequest without a folder, PenstockError where blocks cannot be written.
         """
         if self._places.limit is None:
             raise InvalidRequest("Prefixes are saved in a folder. Start the engine with kv_offload_dir=FOLDER.")
         if not token_ids:
             return [(0, [])]
-        self._save_all()
         request = Request("", list(token_ids), SamplingParams(max_tokens=1))
-        keys = self._kv_cache.keys_of(request)
-        folders = self._places.known_folders
+        keys, folders = self._kv_cache.keys_of(request), self._places.folders
+        self._saves.resume(keys)
+        self._save_all()
         paths = [path for folder in folders for key in keys if os.path.exists(path := path_of(folder, key))]
         # The prompt of a later request has at least a token more.
         request.all_token_ids.append(0)
-        return [(self._kv_cache.find_with(request, self._find).num_tokens, paths)]
+        hit = self._kv_cache.find_with(request, self._find)
+        wanted = {path_of(folder, one.key) for of in hit.blocks for one in of if one.key for folder in folders}
+        if missing := wanted.difference(paths):
+            raise PenstockError(f"{len(missing):,} of {len(wanted):,} blocks are not saved: {self._saves.problem}.")
+        return [(hit.num_tokens, paths)]
 
     def counters(self) -> Mapping[str, int]:
         return self._counts.copy()

@@ -9,15 +9,12 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
-from penstock.contract import MLAAttentionSpec
 from penstock.contract.memory_tags import KV_CACHE
 from penstock.device.limits import cpu_quota, physical_cores, usable_cpus
 from penstock.errors import ConfigError
@@ -28,15 +25,16 @@ from penstock.features.kv_files.files import (
     read_block,
     remove_folder,
     write_about,
-    write_block,
+    write_described,
 )
+from penstock.features.kv_files.fingerprint import kind_of, page_bytes, what_blocks_depend_on
 from penstock.features.kv_tiers.host_memory import HostMemory
 from penstock.features.kv_tiers.moves import HostLayout, Move, MoveResult, Tier
 from penstock.runner.kv_cache import PagedKVCache
 from penstock.runner.slot_owner import SlotOwner
 from penstock.version import __version__
 from penstock.worker.feature import WorkerFeature, WorkerServices
-from penstock.worker.fingerprint import digest_of, made_of, media_processing, stamps_of
+from penstock.worker.fingerprint import digest_of
 
 logger = logging.getLogger(__name__)
 _NUM_LOAD_THREADS = 2
@@ -86,8 +84,8 @@ class TierWorker(WorkerFeature):
         """Folder of the blocks of this rank, as its weights are now; its name alone without `kv_offload_dir`."""
         services = self._services
         if self._digest is None:
-            depends = _what_blocks_depend_on(services, self._kv_cache)
-            self._digest, self._kind = digest_of(depends), _kind_of(depends, services, self._kv_cache)
+            depends = what_blocks_depend_on(services, self._kv_cache)
+            self._digest, self._kind = digest_of(depends), kind_of(depends, services, self._kv_cache)
             if self._kind is None and services.config.kv_tiers.kv_peers_other_ranks:
                 raise ConfigError(
                     "kv_peers_other_ranks=True is not valid for this engine, whose blocks are not shares of heads: it "
@@ -119,7 +117,7 @@ class TierWorker(WorkerFeature):
             "ranks": config.parallel.world_size,
             "tensor_parallel_size": config.parallel.tensor_parallel_size,
             "kind": None if version else self._kind,
-            "page_bytes": _page_bytes(self._kv_cache),
+            "page_bytes": page_bytes(self._kv_cache),
             "weight_version": version,
             "block_size": config.cache.block_size,
             "max_model_len": config.model.planned_context,
@@ -207,10 +205,9 @@ class TierWorker(WorkerFeature):
         if move.source is Tier.FOLDER:
             return self._load(path, pages)
         if move.target is Tier.FOLDER:
-            write_about(folder, self._about)
             kept = self._host.pages(pages, move.pieces) if move.source is Tier.HOST else pages
             on_host = [page.cpu().numpy() for page in kept]
-            return write_block(path, on_host, keeps_in_memory=not move.is_beside_steps)
+            return write_described(folder, self._about, path, on_host, keeps_in_memory=not move.is_beside_steps)
         for part, piece in self._host.parts(pages, move.pieces):
             source, target = (piece, part) if move.is_load else (part, piece)
             target.copy_(source)
@@ -230,58 +227,3 @@ def _has_spare_core() -> bool:
     """Whether there are cores that the steps do not use."""
     num_cores = len(physical_cores(usable_cpus()))
     return torch.get_num_threads() < min(num_cores, cpu_quota() or num_cores)
-
-
-def _what_blocks_depend_on(services: WorkerServices, kv_cache: PagedKVCache) -> dict[str, Any]:
-    """Describe all that the bits of a rank's blocks depend on, besides the tokens and the keys of requests."""
-    config = services.config
-    model, parallel, drafter = config.model, config.parallel, config.speculative.model
-    groups: list[Callable[[], Any] | Any] = [msgspec.to_builtins(group) for group in kv_cache.config.groups]
-    return {
-        **made_of(model, config.load, services.device.kind, has_times=False),
-        "torch": torch.__version__,
-        "dtype": str(services.dtype),
-        "groups": groups,
-        "backends": [group.backend.name for group in kv_cache.groups],
-        "page_bytes": _page_bytes(kv_cache),
-        "processing": media_processing(config),
-        "seed": model.seed if config.load.load_format == "dummy" else None,
-        "drafter": None
-        if drafter is None
-        else ({**asdict(config.speculative), "model": None}, stamps_of(Path(drafter))),
-        "ranks": (
-            services.rank,
-            parallel.tensor_parallel_size,
-            parallel.pipeline_parallel_size,
-            parallel.pipeline_layers,
-            parallel.decode_context_parallel_size,
-            parallel.cp_kv_cache_interleave_size,
-            parallel.enable_sp,
-        ),
-        # These blocks have the roundings of other ranks.
-        **({"other_ranks": True} if config.kv_tiers.kv_peers_other_ranks else {}),
-    }
-
-
-def _page_bytes(kv_cache: PagedKVCache) -> list[list[int]]:
-    """Bytes of the pages of a block, by group and layer."""
-    return [[page.nbytes for page in kv_cache.pages_of_block(index, 0)] for index in range(len(kv_cache.groups))]
-
-
-def _kind_of(depends: dict[str, Any], services: WorkerServices, kv_cache: PagedKVCache) -> str | None:
-    """Digest of what the blocks of all tensor-parallel ranks together depend on; None for those that are not heads.
-
-    depends: what the blocks of this rank depend on.
-    """
-    parallel, groups = services.config.parallel, [msgspec.to_builtins(group) for group in kv_cache.config.groups]
-    size = parallel.tensor_parallel_size
-    are_heads = all(group.backend.pages_are_heads for group in kv_cache.groups) and not any(
-        isinstance(group.spec, MLAAttentionSpec) for group in kv_cache.config.groups
-    )
-    if not are_heads or parallel.world_size != size or parallel.decode_context_parallel_size > 1:
-        return None
-    for group in groups:
-        # Heads that several ranks have make another kind.
-        group["spec"]["num_kv_heads"] *= size
-    page_bytes = [[num_bytes * size for num_bytes in of_group] for of_group in depends["page_bytes"]]
-    return digest_of({**depends, "groups": groups, "page_bytes": page_bytes, "ranks": None, "other_ranks": None})

@@ -19,8 +19,7 @@ from penstock.features.kv_files.files import (
     folder_of,
     path_of,
     read_block,
-    write_about,
-    write_block,
+    write_described,
 )
 from penstock.features.multimodal.messages import MediaItem
 from penstock.version import __version__
@@ -97,11 +96,11 @@ class SavedFeatures:
             assert self._root is not None
             if self._limit is None:
                 self._limit = FolderLimit(self._root, self._services.config.kv_tiers.max_bytes)
-            if not self._limit.has_room(content.nbytes):
-                logger.info("An encoder output is not kept: the file system of kv_offload_dir is full")
+            if (why := self._limit.why_full(content.nbytes)) is not None:
+                logger.info("An encoder output is not kept: %s", why)
                 return
-            write_about(str(self._folder), self._about())
-            self._limit.note_written(write_block(path, [_bytes_of(content)]))
+            num_bytes = write_described(str(self._folder), self._about(), path, [_bytes_of(content)])
+            self._limit.note_written(num_bytes)
         except OSError as error:
             logger.warning("An encoder output is not kept: %s", error)
         finally:
