@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -11,12 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from penstock import LLM
 from penstock.contract import RpcCall, SamplingParams
 from penstock.engine.core.engine_core import EngineCore
-from penstock.errors import EngineDead, UnsupportedFeature, WaitTimeout
+from penstock.errors import CheckpointError, EngineDead, UnsupportedFeature, WaitTimeout
 from penstock.executor import MultiprocessExecutor
 from penstock.kernels.native import NATIVE
 from penstock.runner.execute.programs import ProgramExecution
@@ -225,6 +227,26 @@ def test_saved_states_serve_other_arrangements(quantization: str | None, tmp_pat
             )
         ]
         assert results[0] == results[1]
+
+
+@pytest.mark.slow
+def test_all_ranks_of_a_save_have_one_id_and_a_mix_of_two_is_refused(folder: Path, tmp_path: Path) -> None:
+    arrangement = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    core, ids = make_core(folder, **arrangement), []
+    for name in ("one", "other"):
+        core.collective_rpc(RpcCall("save_sharded_state", (str(tmp_path / name),)))
+        files = sorted((tmp_path / name).glob("model-rank-*.safetensors"))
+        assert len(files) == 4
+        ids += [{safe_open(file, "pt").metadata()["save_id"] for file in files}]
+    core.close()
+    assert [len(found) for found in ids] == [1, 1]
+    assert ids[0] != ids[1]
+    results_of(make_core(tmp_path / "other", load_format="sharded_state", **arrangement), is_tight=False)
+    shutil.copy(tmp_path / "one" / files[2].name, tmp_path / "other")
+    with pytest.raises(
+        CheckpointError, match=f"is of another save .*{files[2].name}|{files[2].name} is of another save"
+    ):
+        make_core(tmp_path / "other", load_format="sharded_state", **arrangement)
 
 
 class SlowToReload(Worker):

@@ -19,7 +19,7 @@ from penstock.loader.packed_files import metadata_of, write_tensors
 from penstock.loader.packed_header import HEADER, checked_header, decode_object
 from penstock.loader.packed_state import PackedState
 from penstock.loader.sharded_state import copy_model_files, save_sharded_state
-from penstock.loader.tensorized import TensorizedState, write_tensorized
+from penstock.loader.tensorized import TensorizedState, open_tensorized, write_tensorized
 from penstock.parallel import ParallelState
 from support.checkpoints import tiny_checkpoint
 from support.packed_headers import REMOVED, Place, at, changed, content_of, other_values, places_in
@@ -176,10 +176,10 @@ def test_every_wrong_field_of_a_tensorized_file_is_named(
 ) -> None:
     _, content, tensors = saved
     state = PackedState(checked_header("a file", content), tensors)
-    write_tensorized(state, "model.tensors", ParallelState())
+    write_tensorized(state, "model.tensors", ParallelState(), "a save")
     written = in_memory["model.tensors"].pop(HEADER)
     header = decode_object("a file", bytes(written.tolist()))
-    of_files = {"rank", "tensor_parallel_size", "pipeline_parallel_size", "world_size", "pipeline_layers"}
+    of_files = {"rank", "tensor_parallel_size", "pipeline_parallel_size", "world_size", "pipeline_layers", "save_id"}
     places = [
         place
         for place in layer_places(header)
@@ -196,6 +196,22 @@ def test_every_wrong_field_of_a_tensorized_file_is_named(
             with pytest.raises(CheckpointError, match=r"model\.tensors ") as raised:
                 TensorizedState.open("model.tensors", 0, tensorized.Arrangement(1, 1))[0].read()
             assert [key for key in place if isinstance(key, str)][-1] in str(raised.value)
+
+
+def test_tensorized_files_of_different_saves_are_refused(
+    saved: Any, in_memory: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    state = PackedState(checked_header("a file", saved[1]), saved[2])
+    ranks = tensorized.Arrangement(2, 1).ranks()
+    for name in ("one", "other"):
+        for parallel in ranks:
+            write_tensorized(state, f"{name}-%d", parallel, name)
+    for parallel in (ParallelState(), *ranks):
+        open_tensorized("one-%d", parallel)
+    in_memory["one-1"] = in_memory["other-1"]
+    for parallel in (ParallelState(), ranks[1]):
+        with pytest.raises(CheckpointError, match="one-1 is of another save than one-0: it has save_id='other'"):
+            open_tensorized("one-%d", parallel)
 
 
 def test_a_state_of_floats_has_no_header() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,13 @@ def load(config: ModelConfig, parallel: ParallelState, options: LoadConfig = LOA
     return load_model(config, options, parallel, CPU, torch.float32)
 
 
-def save(config: ModelConfig, arrangement: Arrangement, folder: Path) -> ModelConfig:
+def save(config: ModelConfig, arrangement: Arrangement, folder: Path, save_id: str | None = None) -> ModelConfig:
     """Save the state of all ranks; return its configuration."""
     for parallel in arrangement.ranks():
         model = load(config, parallel)
         is_packed = is_quantized_model(model) or "quantization_config" in config.hf_config
         packed = PackedState.of(model, config, "cpu", ("float32", "float32")) if is_packed else None
-        save_sharded_state(model, folder, parallel, packed=packed)
+        save_sharded_state(model, folder, parallel, packed=packed, save_id=save_id)
     copy_model_files(config.folder, folder)
     return ModelConfig.load(str(folder))
 
@@ -283,6 +284,44 @@ def test_ranks_of_different_engines_are_refused(tmp_path: Path) -> None:
     copy_model_files(config.folder, tmp_path / "saved")
     with pytest.raises(CheckpointError, match="rank 1 has quantization='int4', and that of rank 0 has 'int8'"):
         load(ModelConfig.load(str(tmp_path / "saved")), ParallelState(), SAVED)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("ids", [("a", "b"), ("a", None), (None, "a")])
+def test_ranks_of_different_saves_are_refused(
+    ids: tuple[str | None, str | None], quantization: str | None, tmp_path: Path
+) -> None:
+    """By every rank that sees both, of the same arrangement too."""
+    tiny_checkpoint(tmp_path / "model", **DIVISIBLE)
+    config = ModelConfig.load(str(tmp_path / "model"), quantization=quantization)
+    arrangement = Arrangement(2, 1)
+    for name, save_id in zip(("one", "other"), ids, strict=True):
+        saved = save(config, arrangement, tmp_path / name, save_id)
+    for parallel in (ParallelState(), *arrangement.ranks()):
+        load(saved, parallel, SAVED)
+    of_rank_1 = "model-rank-1-part-0.safetensors"
+    shutil.copy(tmp_path / "one" / of_rank_1, saved.folder / of_rank_1)
+    for parallel in (ParallelState(), *arrangement.ranks(), *Arrangement(4, 1).ranks()):
+        with pytest.raises(CheckpointError, match="is of another save than model-rank-.*: it has save_id=") as raised:
+            load(saved, parallel, SAVED)
+        assert all(repr(save_id) in str(raised.value) for save_id in ids)
+        assert of_rank_1 in str(raised.value)
+        assert "Copy the files of all ranks of one save_sharded_state into an empty folder" in str(raised.value)
+    # A rank that has its own file alone, as on another machine, sees no other.
+    (saved.folder / of_rank_1).unlink()
+    load(saved, arrangement.ranks()[0], SAVED)
+
+
+def test_parts_of_different_saves_are_refused(tmp_path: Path) -> None:
+    config = tiny_checkpoint(tmp_path / "model")
+    for name in ("one", "other"):
+        save_sharded_state(
+            load(config, ParallelState()), tmp_path / name, ParallelState(), max_size=40_000, save_id=name
+        )
+        copy_model_files(config.folder, tmp_path / name)
+    shutil.copy(tmp_path / "one" / "model-rank-0-part-1.safetensors", tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"part-1\.safetensors is of another save .*save_id='one'.*has 'other'"):
+        load(ModelConfig.load(str(tmp_path / "other")), ParallelState(), SAVED)
 
 
 def test_files_of_tensorizer(tmp_path: Path) -> None:

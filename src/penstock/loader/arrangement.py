@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,20 @@ _TENSOR, _PIPELINE, _WORLD, _LAYERS = (
     "world_size",
     "pipeline_layers",
 )
+# Field of a file's header: the id of the save, which all ranks have in common.
+SAVE_ID = "save_id"
 _NUMBER = re.compile("[1-9][0-9]{0,5}")
+
+
+def new_save_id(parallel: ParallelState) -> str:
+    """Return a random id for a save, which all ranks get that call this together.
+
+    Engines of torchrun have a front end per rank, so that no call could bring it.
+    """
+    save_id = secrets.token_hex(8)
+    for group in (parallel.tensor, parallel.pipeline):
+        save_id = group.gather_values(save_id, str)[0]
+    return save_id
 
 
 @dataclass(frozen=True, slots=True)

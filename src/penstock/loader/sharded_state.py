@@ -21,7 +21,7 @@ from penstock.config.load import SHARDED_STATE, SHARDED_STATE_PATTERN, TENSORIZE
 from penstock.errors import CheckpointError, ConfigError
 from penstock.layers.linear import process_weights_after_loading, restore_weights
 from penstock.layers.weights import WeightSlot
-from penstock.loader.arrangement import Arrangement
+from penstock.loader.arrangement import SAVE_ID, Arrangement
 from penstock.loader.kv_cache_scales import scales_of_state
 from penstock.loader.packed_files import PackedFiles, metadata_of, read_header, write_tensors
 from penstock.loader.packed_header import PackedHeader
@@ -29,7 +29,7 @@ from penstock.loader.packed_state import PackedState
 from penstock.loader.resharding import SavedRanks
 from penstock.loader.safetensors import opened
 from penstock.loader.tensorized import TensorizedState, default_uri, open_tensorized
-from penstock.loader.weight_files import WeightFiles, damaged, parts_of_rank
+from penstock.loader.weight_files import WeightFiles, damaged, first_parts, parts_of_rank
 from penstock.parallel import ParallelState
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
@@ -58,10 +58,12 @@ def save_sharded_state(
     pattern: str = SHARDED_STATE_PATTERN,
     max_size: int | None = None,
     packed: PackedState | None = None,
+    save_id: str | None = None,
 ) -> list[Path]:
     """Write this rank's state into files of at most `max_size` bytes (at least one tensor each); None: one file.
 
     packed: of a quantised model; None writes parameters of floats, which are unpacked meanwhile, so no step may run.
+    save_id: as of `new_save_id`; None leaves it out.
     Files are renamed to their names when complete. Needs no more memory than the model.
     Raises ConfigError for a bad pattern or size, and for a folder with such files already.
     """
@@ -75,12 +77,13 @@ def save_sharded_state(
     present = parts_of_rank(folder, pattern, parallel.rank)
     if present:
         raise ConfigError(f"{folder} holds {present[min(present)].name} already. Give an empty folder.")
+    of_save = {} if save_id is None else {SAVE_ID: save_id}
     if packed is not None:
-        return _write_parts(packed.tensors, folder, parallel, pattern, max_size, metadata_of(packed))
+        return _write_parts(packed.tensors, folder, parallel, pattern, max_size, of_save | metadata_of(packed))
     restore_weights(model)
     try:
         tensors = {name: slot.target.detach() for name, slot in state_slots(model).items()} | scales_of_state(model)
-        return _write_parts(tensors, folder, parallel, pattern, max_size, {})
+        return _write_parts(tensors, folder, parallel, pattern, max_size, of_save)
     finally:
         process_weights_after_loading(model)
 
@@ -134,7 +137,8 @@ class RankFiles:
 def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> StateFiles:
     """Return the files of a saved state, in order.
 
-    Raises CheckpointError for a missing part, no files, or files of different arrangements of ranks.
+    Raises CheckpointError for a missing part, no files, or files of different arrangements of ranks, or of different
+    saves.
     """
     here = Arrangement.of(parallel)
     # A state of fewer ranks has no files of this one.
@@ -146,7 +150,25 @@ def find_sharded_files(folder: Path, pattern: str, parallel: ParallelState) -> S
     saved = _arrangement_of(next(iter(known.values())), here)
     is_other = saved != here
     ranks = range(saved.num_ranks) if is_other else (parallel.rank,)
-    return StateFiles(saved, [_files_of_rank(folder, pattern, rank, saved) for rank in ranks], is_other)
+    files = [_files_of_rank(folder, pattern, rank, saved) for rank in ranks]
+    # Others are on this machine too, unless each has its own files alone.
+    _check_of_one_save([*(path for one in files for path in one.paths), *first_parts(folder, pattern)])
+    return StateFiles(saved, files, is_other)
+
+
+def _check_of_one_save(paths: Sequence[Path]) -> None:
+    """Raise CheckpointError for files of different saves; those of older versions do not say theirs."""
+    ids: dict[Path, str | None] = {}
+    for path in dict.fromkeys(paths):
+        with opened(path, framework="np") as file:
+            ids[path] = (file.metadata() or {}).get(SAVE_ID)
+    first = paths[0]
+    other = next((path for path, save_id in ids.items() if save_id != ids[first]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{other} is of another save than {first.name}: it has {SAVE_ID}={shown(ids[other])}, and {first.name} has "
+            f"{shown(ids[first])}. Copy the files of all ranks of one save_sharded_state into an empty folder."
+        )
 
 
 def _files_of_rank(folder: Path, pattern: str, rank: int, arrangement: Arrangement) -> WeightFiles:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ from torch import Tensor
 from penstock.checkpoints.json_file import shown
 from penstock.device.operator_sizes import META
 from penstock.errors import CheckpointError, ConfigError, UnsupportedFeature
-from penstock.loader.arrangement import Arrangement
+from penstock.loader.arrangement import SAVE_ID, Arrangement
 from penstock.loader.packed_header import HEADER, PackedHeader, checked, checked_header, decode_object
 from penstock.loader.packed_state import PackedState
 from penstock.parallel import ParallelState
@@ -45,15 +46,17 @@ class _OfRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pipeline_parallel_size: str | msgspec.UnsetType = msgspec.UNSET
     world_size: str | msgspec.UnsetType = msgspec.UNSET
     pipeline_layers: str | msgspec.UnsetType = msgspec.UNSET
+    save_id: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @dataclass(frozen=True, slots=True)
 class TensorizedState:
-    """A packed state in a file. forms: dtype and shape of each tensor."""
+    """A packed state in a file. forms: dtype and shape of each tensor. save_id: None in files of older versions."""
 
     uri: str
     header: PackedHeader
     forms: Mapping[str, _Form]
+    save_id: str | None
 
     @classmethod
     def open(cls, uri: str, rank: int, here: Arrangement) -> tuple[TensorizedState, Arrangement]:
@@ -81,7 +84,8 @@ class TensorizedState:
                     f"{path} is damaged: its {HEADER} has tensors.{name}[0]={shown(form.dtype)}, which is no dtype of "
                     "torch. Save the model again."
                 )
-        return cls(path, header, forms), Arrangement.said_by(path, msgspec.to_builtins(own), here)
+        save_id = None if isinstance(own.save_id, msgspec.UnsetType) else own.save_id
+        return cls(path, header, forms, save_id), Arrangement.said_by(path, msgspec.to_builtins(own), here)
 
     def read(self) -> PackedState:
         tensors = _read(self.uri, lambda name: name != HEADER)
@@ -123,8 +127,13 @@ def open_tensorized(uri: str, parallel: ParallelState) -> tuple[Arrangement, lis
             raise
     _check_for_ranks(uri, saved.num_ranks)
     if saved == here:
+        if parallel.rank > 0:
+            first = state
+            with suppress(CheckpointError):  # on another machine, or reported by its own rank
+                first, _ = TensorizedState.open(uri, 0, saved)
+            _check_of_one_save(first, state)
         return saved, [state], False
-    states = []
+    states: list[TensorizedState] = []
     for rank in range(saved.num_ranks):
         state, other = TensorizedState.open(uri, rank, saved)
         if other != saved:
@@ -132,17 +141,30 @@ def open_tensorized(uri: str, parallel: ParallelState) -> tuple[Arrangement, lis
                 f"{state.uri} was saved with {other}, and other ranks with {saved}. Save the model again."
             )
         states.append(state)
+        _check_of_one_save(states[0], state)
     return saved, states, True
 
 
-def write_tensorized(state: PackedState, uri: str, parallel: ParallelState) -> str:
-    """Write this rank's file; return its name. Raises CheckpointError if it cannot be written."""
+def _check_of_one_save(first: TensorizedState, other: TensorizedState) -> None:
+    if other.save_id != first.save_id:
+        raise CheckpointError(
+            f"{other.uri} is of another save than {first.uri}: it has {SAVE_ID}={shown(other.save_id)}, and the other "
+            f"has {shown(first.save_id)}. Take the files of all ranks of one save_tensorized_model."
+        )
+
+
+def write_tensorized(state: PackedState, uri: str, parallel: ParallelState, save_id: str | None = None) -> str:
+    """Write this rank's file; return its name. save_id: as of `new_save_id`; None leaves it out.
+
+    Raises CheckpointError if it cannot be written.
+    """
     _check_for_ranks(uri, parallel.world_size)
     path = _of_rank(uri, parallel.rank)
     tensorizer = _tensorizer()
     assert state.header is not None, "of packed weights"
     forms = {name: _Form(str(one.dtype).removeprefix("torch."), list(one.shape)) for name, one in state.tensors.items()}
-    own = _OfRank(forms, parallel.rank, **Arrangement.of(parallel).header())
+    of_save = {} if save_id is None else {SAVE_ID: save_id}
+    own = _OfRank(forms, parallel.rank, **Arrangement.of(parallel).header(), **of_save)
     header = msgspec.json.encode({**msgspec.to_builtins(state.header), **msgspec.to_builtins(own)})
     written = torch.tensor(list(header), dtype=torch.uint8)
     try:

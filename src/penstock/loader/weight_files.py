@@ -68,6 +68,12 @@ def parts_of_rank(folder: Path, pattern: str, rank: int) -> dict[int, Path]:
     return {int(match[1]): path for match, path in matches if match}
 
 
+def first_parts(folder: Path, pattern: str) -> list[Path]:
+    """Return the first file of each rank in a folder, for a name pattern as of `parts_of_rank`."""
+    name = _part_names(pattern.replace("{part}", "0"), r"\d{1,18}")
+    return sorted(path for path in folder.iterdir() if name.fullmatch(path.name))
+
+
 def _part_names(pattern: str, rank: str) -> re.Pattern[str]:
     """Return a regular expression for names of parts, with the number as its group. rank: a regular expression."""
     return re.compile(re.escape(pattern).replace(r"\{rank\}", rank).replace(r"\{part\}", r"(\d{1,18})"))

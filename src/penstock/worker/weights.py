@@ -272,7 +272,9 @@ class Weights:
                 + ", or give the KV cache less."
             )
 
-    def save(self, path: str, pattern: str | None, max_size: int | None, current: ModelConfig) -> list[str]:
+    def save(
+        self, path: str, pattern: str | None, max_size: int | None, current: ModelConfig, save_id: str
+    ) -> list[str]:
         """See `Worker.save_sharded_state`. current: of the model, whose files rank 0 copies."""
         folder = Path(path).expanduser()
         packed = None
@@ -280,16 +282,16 @@ class Weights:
             packed = self._packed_state(current)
         with torch.no_grad():
             written = save_sharded_state(
-                self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size, packed
+                self.model, folder, self._parallel, pattern or SHARDED_STATE_PATTERN, max_size, packed, save_id
             )
         if self._parallel.rank == 0:
             _copy_configuration(current, folder)
         return [str(file) for file in written]
 
-    def save_tensorized(self, uri: str, current: ModelConfig) -> str:
+    def save_tensorized(self, uri: str, current: ModelConfig, save_id: str) -> str:
         """See `Worker.save_tensorized_model`."""
         with torch.no_grad():
-            return write_tensorized(self._packed_state(current), uri, self._parallel)
+            return write_tensorized(self._packed_state(current), uri, self._parallel, save_id)
 
     def _packed_state(self, current: ModelConfig) -> PackedState:
         return PackedState.of(self.causal_lm, current, self._device.kind, (self._dtype.name, self._dtype.weights))

@@ -18,6 +18,7 @@ from penstock.contract import DraftTokenIds, KVCacheConfig, KVCacheSpec, Samplin
 from penstock.device import Device, DtypeChoice, MemorySnapshot, create_device
 from penstock.errors import ConfigError, LifecycleError
 from penstock.kernels.native import describe_kernels, why_no_tiles
+from penstock.loader.arrangement import new_save_id
 from penstock.loader.loader import find_stored_dtype
 from penstock.loader.tensorized import uri_of
 from penstock.loader.weight_update import WeightUpdate
@@ -335,8 +336,9 @@ class Worker(NamesForExtensions, WorkerBase):
         pattern: file names, with {rank} and {part}. max_size: bytes per file, unless one tensor is larger.
         Rank 0 copies the configuration and the tokenizer too. Raises LifecycleError while the weights are undefined.
         """
+        save_id = new_save_id(self.parallel)  # of all ranks, before one of them may raise
         self.updates.check_defined()
-        return self.weights.save(path, pattern, max_size, self.config.model)
+        return self.weights.save(path, pattern, max_size, self.config.model, save_id)
 
     def save_tensorized_model(self, tensorizer_config: Any) -> str:
         """Write the weights as they are in memory by tensorizer, for load_format="tensorizer"; return this rank's file.
@@ -344,7 +346,8 @@ class Worker(NamesForExtensions, WorkerBase):
         tensorizer_config: the file's path or address, with %03d for the rank of several; or an object or a dictionary
         with it as `tensorizer_uri`.
         """
-        return self.weights.save_tensorized(uri_of(tensorizer_config), self.config.model)
+        save_id = new_save_id(self.parallel)
+        return self.weights.save_tensorized(uri_of(tensorizer_config), self.config.model, save_id)
 
     def get_model_inspection(self) -> str:
         """Return the module tree as text, with sizes, dtypes and linear methods.
