@@ -87,6 +87,22 @@ def test_a_bound_program_reads_its_tokens_anew(kernels: NativeKernels, form: str
         assert not chosen.has_failed_R.any()
 
 
+def test_the_time_of_operations_is_measured_when_asked_for(kernels: NativeKernels) -> None:
+    program, _ = echo(kernels, "table")
+    bound = bind(program, [0, 1, 2])
+    chosen_R = bound.run().token_ids_R.clone()
+    assert program.operation_times() == []
+    program.measure()
+    assert [nanoseconds for _, nanoseconds in program.operation_times()] == [0, 0]
+    for _ in range(20):
+        assert torch.equal(bound.run().token_ids_R, chosen_R)
+    names = [operation.type.name for operation, nanoseconds in program.operation_times() if nanoseconds > 0]
+    assert names == ["lookup", "greedy"]
+    program.measure(is_on=False)
+    bound.run()
+    assert program.operation_times() == []
+
+
 @pytest.mark.parametrize("form", ["table", "int8"])
 @pytest.mark.parametrize("bad", [-1, VOCAB_SIZE])
 def test_tokens_that_the_model_does_not_have_are_refused(kernels: NativeKernels, form: str, bad: int) -> None:

@@ -33,7 +33,7 @@ class NativeProgram:
     """
 
     def __init__(self, kernels: NativeKernels, trace: Trace, output: Cell | None, further: Sequence[Cell] = ()) -> None:
-        module = kernels.module
+        self._library = module = kernels.module
         self._program = module.program_new(kernels.instruction_set.index, PROGRAM_ROWS)
         # Takes the address of `_arguments`, and the range of operations to run.
         self._start: Callable[[int, int, int], tuple[int, int, int] | None]
@@ -59,6 +59,15 @@ class NativeProgram:
             flags = operation.input, operation.reads_last, operation.narrows
             module.program_add(self._program, operation.type.number, *cells, *flags, *operation.arguments)
             self._operations.append(operation)
+
+    def measure(self, *, is_on: bool = True) -> None:
+        """Begin to measure the time of each operation, from zero, or end it."""
+        self._library.program_measure(self._program, is_on)
+
+    def operation_times(self) -> list[tuple[Operation, int]]:
+        """Nanoseconds of each operation since `measure`, in their order; none while they are not measured."""
+        times = self._library.program_times(self._program)
+        return list(zip(self._operations, times, strict=True)) if times else []
 
     @property
     def num_segments(self) -> int:

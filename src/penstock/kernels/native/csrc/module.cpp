@@ -264,6 +264,8 @@ PyMethodDef kMethods[] = {
     PENSTOCK_FUNCTION(program_new),
     PENSTOCK_FUNCTION(program_buffer),
     PENSTOCK_FUNCTION(program_add),
+    PENSTOCK_FUNCTION(program_measure),
+    PENSTOCK_FUNCTION(program_times),
     PENSTOCK_FUNCTION(program_run),
     PENSTOCK_FUNCTION(collective_bytes),
     PENSTOCK_FUNCTION(collective_calls),

@@ -207,6 +207,26 @@ PyObject* program_add(PyObject*, PyObject* const* values, Py_ssize_t count) {
   Py_RETURN_NONE;
 }
 
+// (program, whether to measure): begins, or ends, measuring the time of each step.
+PyObject* program_measure(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  const bool measures = call.in.integer() != 0;
+  if (!call.is_good()) return nullptr;
+  call.program->nanoseconds.assign(measures ? call.program->steps.size() : 0, 0);
+  Py_RETURN_NONE;
+}
+
+// (program) -> nanoseconds of each step since measuring began.
+PyObject* program_times(PyObject*, PyObject* const* values, Py_ssize_t count) {
+  ProgramCall call(values, count);
+  if (!call.is_good()) return nullptr;
+  const auto& times = call.program->nanoseconds;
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(times.size()));
+  for (size_t i = 0; list != nullptr && i < times.size(); ++i)
+    PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(static_cast<long long>(times[i])));
+  return list;
+}
+
 // (program, address of [ProgramStep, inputs, StepRequests of groups, visible ends], first step, end step) -> None, or
 // of a collective that failed (number of the step, its rows, status of the collective).
 PyObject* program_run(PyObject*, PyObject* const* values, Py_ssize_t count) {

@@ -1,5 +1,7 @@
 #include "program.h"
 
+#include <chrono>
+
 #include "parallel.h"
 #include "scratch.h"
 
@@ -89,9 +91,18 @@ class Runner {
       call.input = elements(step, first_row, num_rows);
       if (call.input == nullptr) return false;
     }
-    const Result result = step.operation.type->run(step.operation, call);
-    if (result.status != 0) outcome_ = {true, result.status, &step - program_.steps.data(), num_rows};
+    const auto number = &step - program_.steps.data();
+    const Result result = program_.nanoseconds.empty() ? step.operation.type->run(step.operation, call)
+                                                       : timed(step, call, program_.nanoseconds[number]);
+    if (result.status != 0) outcome_ = {true, result.status, number, num_rows};
     return result.is_good();
+  }
+
+  static Result timed(const Step& step, const Call& call, int64_t& nanoseconds) {
+    const auto begin = std::chrono::steady_clock::now();
+    const Result result = step.operation.type->run(step.operation, call);
+    nanoseconds += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
+    return result;
   }
 
   const Program& program_;

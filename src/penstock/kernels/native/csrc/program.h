@@ -44,6 +44,8 @@ struct Program {
   std::vector<Buffer> buffers;
   std::vector<Step> steps;
   std::vector<InputLimit> limits;
+  // Time of each step on the first thread, which waits for the others; empty while it is not measured.
+  mutable std::vector<int64_t> nanoseconds = {};
 };
 
 // Requests of a step, in one KV-cache group.
