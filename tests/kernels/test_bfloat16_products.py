@@ -89,6 +89,8 @@ def test_denormal_numbers_count_as_zero(kernels: NativeKernels, layout: Bfloat16
     cases = [  # x, weight, product
         ([tiny, 1.0], [1.0, 1.0], 1.0),
         ([1.0, 0.0], [tiny, 1.0], 0.0),
+        # Rounding alone would make it a normal number.
+        ([SMALLEST_NORMAL * (1 - 2.0**-23), 0.0], [1.0, 1.0], 0.0),
         ([2.0**-70, 0.0], [2.0**-60, 0.0], 0.0),  # the sum would be denormal
         # The denormal sum is flushed before the next product is added: of a pair the first one, or the next pair's.
         ([2.0**-63 * 1.5, 2.0**-70], [2.0**-63, 2.0**-60], 2.0**-126 * 1.5),

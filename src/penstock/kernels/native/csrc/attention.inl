@@ -65,7 +65,7 @@ struct AttentionBuffers {
   float* key_scale;     // [tile]
   float* value_scale;   // [tile]
   Sums total, chunk;
-  float* packed;  // of `PackedTile`, in bfloat16 arithmetic
+  float* packed;  // of `PackedPart`, in bfloat16 arithmetic
 };
 
 // Floats of a row's accumulators.
@@ -227,27 +227,34 @@ static void score_tile(const AttentionArgs& a, const Cut& cut, const AttentionBu
   segments[num_segments] = {nullptr, nullptr, stop, 0, 0};
 }
 
-// Packs the tile, and computes scores in bfloat16 arithmetic.
+// The first row that sees a position from `position` on; rows after it may see none.
+PENSTOCK_INLINE int64_t first_row_seeing(const AttentionBuffers& buffers, const Run& run, int64_t position) {
+  int64_t row = 0;
+  while (row < run.rows && buffers.seen_to[run.first_row + row] <= position) ++row;
+  return row;
+}
+
+// Packs the tile part by part, and computes scores in bfloat16 arithmetic.
 template <class W>
 static void score_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Run& run,
                        int64_t start, int64_t stop, Segment<Paired<W>>*) {
   const int64_t stride = cut.stride(), seen = start > run.begin ? start : run.begin, first_block = seen / a.block_size;
-  const PackedTile packed(buffers.packed, a, stride);
+  const PackedPart packed(buffers.packed, a, cut);
   W* const keys = reinterpret_cast<W*>(packed.keys);
-  for (int64_t block = first_block; block * a.block_size < stop; ++block) {
-    const bool has_next = block - first_block < run.num_next;
-    const Paired<W>* const from = block_at<Paired<W>>(a, a.key_cache, run.blocks[block], run.kv_head);
-    const Paired<W>* const next =
-        has_next ? block_at<Paired<W>>(a, a.key_cache, run.next[block - first_block], run.next_kv_head) : from;
-    pack_keys(a, from, next, block * a.block_size - start, keys);
+  for (int64_t block = first_block; block * a.block_size < stop;) {
+    const int64_t from = block * a.block_size / cut.part * cut.part, to = least(from + cut.part, stop);
+    for (; block * a.block_size < to; ++block) {
+      const bool has_next = block - first_block < run.num_next;
+      const Paired<W>* const here = block_at<Paired<W>>(a, a.key_cache, run.blocks[block], run.kv_head);
+      const Paired<W>* const next =
+          has_next ? block_at<Paired<W>>(a, a.key_cache, run.next[block - first_block], run.next_kv_head) : here;
+      pack_keys(a, here, next, block * a.block_size - from, keys);
+    }
+    const int64_t row = first_row_seeing(buffers, run, from);
+    if (row < run.rows)
+      multiply_packed(buffers.query + (run.first_row + row) * a.head_size, a.head_size, run.rows - row,
+                      pairs_of(a.head_size), keys, to - from, buffers.scores + row * stride + from - start, stride);
   }
-  const ValueRows<W> values(a, run.blocks + first_block, run.kv_head, run.next, run.num_next, run.next_kv_head, seen);
-  pack_values(a, values, start, seen, stop, reinterpret_cast<W*>(packed.values));
-  int64_t row = 0;
-  while (row < run.rows && buffers.seen_to[run.first_row + row] <= start) ++row;  // rows that see nothing of the tile
-  if (row < run.rows)
-    multiply_packed(buffers.query + (run.first_row + row) * a.head_size, a.head_size, run.rows - row,
-                    pairs_of(a.head_size), keys, stop - start, buffers.scores + row * stride, stride);
 }
 
 // Adds a tile's values, weighed by the softmax weights in `scores`, to the sums.
@@ -270,11 +277,21 @@ static void weigh_tile(const AttentionArgs& a, const Cut& cut, const AttentionBu
 template <class W>
 static void weigh_tile(const AttentionArgs& a, const Cut& cut, const AttentionBuffers& buffers, const Sums& sums,
                        const Run& run, int64_t start, int64_t stop, const Segment<Paired<W>>*) {
-  const int64_t size = value_size(a), columns = whole_panels(size);
-  const PackedTile packed(buffers.packed, a, cut.stride());
-  multiply_packed(buffers.scores, cut.stride(), run.rows, pairs_of(stop - start), reinterpret_cast<W*>(packed.values),
-                  size, packed.products, columns);
-  add_products(packed.products, columns, buffers.keep, run.rows, size, sums.values + run.first_row * size);
+  const int64_t size = value_size(a), columns = whole_panels(size), stride = cut.stride();
+  const int64_t seen = start > run.begin ? start : run.begin, first_block = seen / a.block_size;
+  const PackedPart packed(buffers.packed, a, cut);
+  W* const packed_values = reinterpret_cast<W*>(packed.values);
+  ValueRows<W> values(a, run.blocks + first_block, run.kv_head, run.next, run.num_next, run.next_kv_head, seen);
+  const float* keep = buffers.keep;
+  for (int64_t from = seen / cut.part * cut.part; from < stop; from += cut.part) {
+    const int64_t to = least(from + cut.part, stop), first = keep != nullptr ? 0 : first_row_seeing(buffers, run, from);
+    pack_values(a, values, from, seen, to, packed_values);
+    // Rows of pairs are half as long as those of the scores that they replace.
+    const float* const weights = buffers.scores + first * stride + (from - start) / 2;
+    multiply_packed(weights, stride, run.rows - first, pairs_of(to - from), packed_values, size, packed.products, columns);
+    add_products(packed.products, columns, keep, run.rows - first, size, sums.values + (run.first_row + first) * size);
+    keep = nullptr;
+  }
 }
 
 // One tile of a run: positions start .. stop.
@@ -306,10 +323,13 @@ static void attend_tile(const AttentionArgs& a, const Cut& cut, const AttentionB
     float* mass = sums.mass + (run.first_row + row) * kLanes;
     float* weights = buffers.scores + row * stride;
     const Visible visible = visible_to(buffers, run.first_row + row, start, stop);
-    store(mass, soften(weights, visible, length, sums.peak[run.first_row + row],
-                       kIsInt8<T> ? buffers.value_scale : nullptr, load(mass) * buffers.keep[row]));
+    const float peak = sums.peak[run.first_row + row];
+    const Vec kept_mass = load(mass) * buffers.keep[row];
+    if constexpr (kIsPaired<T>)
+      store(mass, soften_to_pairs(weights, visible, length, peak, kept_mass));
+    else
+      store(mass, soften(weights, visible, length, peak, kIsInt8<T> ? buffers.value_scale : nullptr, kept_mass));
     if (kIsInt8<T>) buffers.weight_scale[row] = narrow_weights(weights, visible, stride, largest_weight);
-    if (kIsPaired<T>) round_in_place(weights, length);
   }
   weigh_tile(a, cut, buffers, sums, run, start, stop, segments);
 }
@@ -496,7 +516,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
   // The scores' buffer also holds one key head while it is written.
   const int64_t scores = rows * stride > size ? rows * stride : size;
   const int64_t keep = (rows + kLanes - 1) / kLanes * kLanes;
-  const int64_t packed = kIsPaired<T> ? PackedTile::floats(a, stride, rows) : 0;
+  const int64_t packed = kIsPaired<T> ? PackedPart::floats(a, plan.cut, rows) : 0;
   float* memory =
       scratch.get(static_cast<size_t>(packed + rows * (size + 6 + 2 * sums) + scores + 2 * stride + keep));
   if (memory == nullptr) __atomic_store_n(&job.has_failed, true, __ATOMIC_RELAXED);
@@ -541,7 +561,7 @@ static void attention_thread(void* data, int thread, const Team& team) {
 // Divides the step into work units, in memory of the calling thread. False when allocation fails.
 static bool make_plan(const AttentionArgs& a, AttentionPlan& plan) {
   const int64_t group = a.num_heads / a.num_kv_heads;
-  plan.cut = Cut(a.block_size);
+  plan.cut = Cut(a.block_size, a.cache_type);
   plan.few_tokens = group < kQueryRows ? kQueryRows / group : 1;
   plan.num_threads = a.num_threads;
   int64_t num_elements = 0;

@@ -30,49 +30,59 @@ static_assert(kTilePanel % kPanel == 0, "a panel of tiles is whole panels of pai
 // Pairs of a row of `size` elements, in whole tiles.
 PENSTOCK_INLINE int64_t pairs_of(int64_t size) { return padded_pairs(divided_up(size, 2)); }
 
-// A thread's packed keys and values of a tile, and their products.
-struct PackedTile {
+// A thread's packed keys and values of a part of a tile, and their products.
+struct PackedPart {
   float* keys;      // [pairs of dimensions][positions], as a weight with an output per position
   float* values;    // [pairs of positions][dimensions]
   float* products;  // [rows][whole_panels(value_size)]
 
-  static int64_t floats(const AttentionArgs& a, int64_t stride, int64_t rows) {
-    return pairs_of(a.head_size) * stride + (pairs_of(stride) + rows) * whole_panels(value_size(a));
+  static int64_t floats(const AttentionArgs& a, const Cut& cut, int64_t rows) {
+    return pairs_of(a.head_size) * whole_panels(cut.part) + (pairs_of(cut.part) + rows) * whole_panels(value_size(a));
   }
-  PackedTile(float* memory, const AttentionArgs& a, int64_t stride)
+  PackedPart(float* memory, const AttentionArgs& a, const Cut& cut)
       : keys(memory),
-        values(keys + pairs_of(a.head_size) * stride),
-        products(values + pairs_of(stride) * whole_panels(value_size(a))) {}
+        values(keys + pairs_of(a.head_size) * whole_panels(cut.part)),
+        products(values + pairs_of(cut.part) * whole_panels(value_size(a))) {}
 };
 
-// Packs two rows of a tile as pair k of the outputs n .. n + count; nullptr is a row of zeros.
+// Pairs of a lane's elements in two rows.
 template <class W>
-static void pack_pair_of_rows(const Paired<W>* first, const Paired<W>* second, int64_t count, int64_t n, int64_t k,
-                              int64_t pairs, W* packed) {
-  const auto at = [](const Paired<W>* row, int64_t c) { return reinterpret_cast<const Bfloat16*>(row + c); };
-  int64_t c = 0;
-  for (; n % kLanes == 0 && c + kLanes <= count; c += kLanes) {
-    const UintVec low = first == nullptr ? UintVec{} : (UintVec)widen(at(first, c)) >> 16;
-    const UintVec high = second == nullptr ? UintVec{} : (UintVec)widen(at(second, c));
-    store(reinterpret_cast<float*>(packed + place<W>(n + c, k, pairs)), (Vec)(low | high));
-  }
-  for (; c < count; ++c) {
-    const W pair{first == nullptr ? uint16_t{0} : first[c].element.bits,
-                 second == nullptr ? uint16_t{0} : second[c].element.bits};
-    packed[place<W>(n + c, k, pairs)] = pair;
-  }
+PENSTOCK_INLINE Vec pairs_at(const Paired<W>* first, const Paired<W>* second) {
+  const auto widened = [](const Paired<W>* row) { return (UintVec)widen(reinterpret_cast<const Bfloat16*>(row)); };
+  return (Vec)(widened(first) >> 16 | widened(second));
+}
+
+template <class W>
+PENSTOCK_INLINE W pair_at(const Paired<W>* first, const Paired<W>* second, int64_t c) {
+  return {first == nullptr ? uint16_t{0} : first[c].element.bits,
+          second == nullptr ? uint16_t{0} : second[c].element.bits};
 }
 
 // Packs the keys of a block as outputs from n on, and prefetches those of another block.
 template <class W>
 static void pack_keys(const AttentionArgs& a, const Paired<W>* keys, const Paired<W>* next, int64_t n, W* packed) {
-  const int64_t pairs = pairs_of(a.head_size), count = a.block_size;
-  for (int64_t k = 0; k < pairs; ++k) {
-    const bool is_there = 2 * k < a.head_size;
-    const Paired<W>* const first = is_there ? keys + 2 * k * count : nullptr;
-    if (is_there) fetch_soon<false>(next + 2 * k * count, 2 * count * static_cast<int64_t>(sizeof(Paired<W>)));
-    pack_pair_of_rows(first, is_there ? first + count : nullptr, count, n, k, pairs, packed);
+  const int64_t pairs = pairs_of(a.head_size), whole = a.head_size / 2, count = a.block_size;
+  int64_t c = 0;
+  for (; n % kLanes == 0 && c + kLanes <= count; c += kLanes) {
+    const Paired<W>* from = keys + c;
+    const Paired<W>* later = next + c;
+    for (int64_t k = 0; k < whole; ++k, from += 2 * count, later += 2 * count) {
+      // Two rows of 16 positions are one cache line.
+      __builtin_prefetch(later, 0, 2);
+      if (count > kLanes) __builtin_prefetch(later + count, 0, 2);
+      store(reinterpret_cast<float*>(packed + place<W>(n + c, k, pairs)), pairs_at(from, from + count));
+    }
+    for (int64_t k = whole; k < pairs; ++k) {
+      const Paired<W>* const last = 2 * k < a.head_size ? keys + 2 * k * count : nullptr;
+      for (int64_t i = c; i < c + kLanes; ++i) packed[place<W>(n + i, k, pairs)] = pair_at<W>(last, nullptr, i);
+    }
   }
+  for (; c < count; ++c)
+    for (int64_t k = 0; k < pairs; ++k) {
+      const Paired<W>* const first = 2 * k < a.head_size ? keys + 2 * k * count : nullptr;
+      const Paired<W>* const second = 2 * k + 1 < a.head_size ? first + count : nullptr;
+      packed[place<W>(n + c, k, pairs)] = pair_at<W>(first, second, c);
+    }
 }
 
 // A request's values from a position on, one after the other, and those to prefetch meanwhile.
@@ -109,17 +119,27 @@ class ValueRows {
   const Paired<W> *values_ = nullptr, *later_ = nullptr;
 };
 
-// Packs the values of the positions seen .. stop of a tile that begins at `start`; zeros before and after them.
+// Packs the values of the positions seen .. stop of a part that begins at `start`; zeros before and after them.
 template <class W>
-static void pack_values(const AttentionArgs& a, ValueRows<W> rows, int64_t start, int64_t seen, int64_t stop,
+static void pack_values(const AttentionArgs& a, ValueRows<W>& rows, int64_t start, int64_t seen, int64_t stop,
                         W* packed) {
   const int64_t pairs = pairs_of(stop - start);
   const auto row_at = [&](int64_t position) {
     return position >= seen && position < stop ? rows.take() : nullptr;
   };
+  constexpr int64_t kWidth = kPanelOf<W>;
+  static const Paired<W> zeros[kWidth] = {};
+  const int64_t panel = place<W>(kWidth, 0, pairs), whole = a.head_size / kWidth * kWidth;
   for (int64_t k = 0; k < pairs; ++k) {
     const Paired<W>* const first = row_at(start + 2 * k);
-    pack_pair_of_rows(first, row_at(start + 2 * k + 1), a.head_size, 0, k, pairs, packed);
+    const Paired<W>* const second = row_at(start + 2 * k + 1);
+    W* to = packed + place<W>(0, k, pairs);
+    for (int64_t c = 0; c < whole; c += kWidth, to += panel)
+      for (int64_t i = 0; i < kWidth; i += kLanes) {
+        const Vec both = pairs_at(first == nullptr ? zeros : first + c + i, second == nullptr ? zeros : second + c + i);
+        store(reinterpret_cast<float*>(to + place<W>(i, 0, pairs)), both);
+      }
+    for (int64_t c = whole; c < a.head_size; ++c) packed[place<W>(c, k, pairs)] = pair_at<W>(first, second, c);
   }
 }
 
@@ -153,17 +173,18 @@ PENSTOCK_INLINE void round_in_place(float* row, int64_t size) {
   for (int64_t k = size / 2; k < pairs_of(size); ++k) row[k] = 0.0f;
 }
 
-// sums = sums * keep + products, for some rows.
+// sums = sums * keep + products, for some rows. keep: nullptr for 1.
 PENSTOCK_INLINE void add_products(const float* products, int64_t stride, const float* keep, int64_t rows, int64_t size,
                                   float* sums) {
   for (int64_t row = 0; row < rows; ++row, products += stride, sums += size) {
+    const float kept = keep == nullptr ? 1.0f : keep[row];
     int64_t d = 0;
     for (; d + kLanes <= size; d += kLanes) {
       Vec sum = load(products + d);
-      multiply_add(sum, load(sums + d), splat(keep[row]));
+      multiply_add(sum, load(sums + d), splat(kept));
       store(sums + d, sum);
     }
-    for (; d < size; ++d) sums[d] = sums[d] * keep[row] + products[d];
+    for (; d < size; ++d) sums[d] = sums[d] * kept + products[d];
   }
 }
 

@@ -6,15 +6,21 @@ namespace PENSTOCK_NAMESPACE {
 constexpr int64_t kQueryRows = 24;
 constexpr int64_t kMostQueryRows = 96;
 constexpr int64_t kTilePositions = 64;
+// Of a tile for products of pairs: fewer tiles are fewer turns of the softmax.
+constexpr int64_t kPairedTilePositions = 128;
 constexpr int64_t kChunkPositions = 1024;
 
-// Division of positions: a tile is a whole number of blocks, a chunk a whole number of tiles.
+// Division of positions: a part is a whole number of blocks, a tile of parts, a chunk of tiles. A part is what is packed
+// for products of pairs; otherwise a tile is one part.
 struct Cut {
-  int64_t tile, chunk, blocks_per_tile;
+  int64_t part, tile, chunk, blocks_per_tile;
   Cut() = default;
-  explicit Cut(int64_t block_size) {
-    tile = block_size >= kTilePositions ? block_size : kTilePositions / block_size * block_size;
+  Cut(int64_t block_size, CacheType type) {
+    part = tile = block_size >= kTilePositions ? block_size : kTilePositions / block_size * block_size;
     chunk = tile >= kChunkPositions ? tile : kChunkPositions / tile * tile;
+    const bool is_paired = type == CacheType::kBfloat16Pairs || type == CacheType::kBfloat16Tiles;
+    const bool is_whole = part % (2 * kTileUnits) == 0;
+    while (is_paired && is_whole && tile < kPairedTilePositions && chunk % (2 * tile) == 0) tile *= 2;
     blocks_per_tile = tile / block_size;
   }
   // Floats between two rows of a tile's scores: whole vectors, and whole panels of products.

@@ -265,18 +265,35 @@ static __attribute__((noinline)) float find_peak(float soft_cap, float* scores, 
 // Turns a row's scores into softmax weights in place, relative to `peak`, zero where not visible, up to `length`.
 // Returns `mass` with the weights added.
 //
-// value_scale: per position, for int8; nullptr otherwise.
-static __attribute__((noinline)) Vec soften(float* scores, const Visible& visible, int64_t length, float peak,
-                                            const float* value_scale, Vec mass) {
+// put: stores the weights of a vector of positions, not after their scores. scale: changes weights of visible positions.
+template <class Put, class Scale>
+PENSTOCK_INLINE Vec soften_with(float* scores, const Visible& visible, int64_t length, float peak, Vec mass,
+                                const Put& put, const Scale& scale) {
   const int64_t first = visible.first(), last = visible.last();
-  for (int64_t i = 0; i < first; i += kLanes) store(scores + i, Vec{});
+  for (int64_t i = 0; i < first; i += kLanes) put(i, Vec{});
   for (int64_t i = first; i < last; i += kLanes) {
     const Vec weight = exp2_of_negative(load(scores + i) - peak);
     mass += weight;
-    store(scores + i, value_scale == nullptr ? weight : weight * load(value_scale + i));
+    put(i, scale(i, weight));
   }
-  for (int64_t i = last; i < length; i += kLanes) store(scores + i, Vec{});
+  for (int64_t i = last; i < length; i += kLanes) put(i, Vec{});
   return mass;
+}
+
+// value_scale: per position, for int8; nullptr otherwise.
+static __attribute__((noinline)) Vec soften(float* scores, const Visible& visible, int64_t length, float peak,
+                                            const float* value_scale, Vec mass) {
+  return soften_with(
+      scores, visible, length, peak, mass, [&](int64_t i, Vec weight) { store(scores + i, weight); },
+      [&](int64_t i, Vec weight) { return value_scale == nullptr ? weight : weight * load(value_scale + i); });
+}
+
+// The weights are rounded to pairs.
+static __attribute__((noinline)) Vec soften_to_pairs(float* scores, const Visible& visible, int64_t length, float peak,
+                                                     Vec mass) {
+  return soften_with(
+      scores, visible, length, peak, mass, [&](int64_t i, Vec weight) { store_halves(scores, i, weight); },
+      [](int64_t, Vec weight) { return weight; });
 }
 
 }  // namespace PENSTOCK_NAMESPACE

@@ -38,8 +38,8 @@
 #include "attention_tiles.inl"
 #include "attention_int8.inl"
 #include "attention_latent.inl"
-#include "attention_bfloat16.inl"
 #include "attention_plan.inl"
+#include "attention_bfloat16.inl"
 #include "attention.inl"
 #undef PENSTOCK_NAMESPACE
 

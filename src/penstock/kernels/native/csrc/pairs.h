@@ -58,20 +58,33 @@ PENSTOCK_INLINE UintVec round_to_bfloat16(Vec v) {
   return ((is_nan & (bits | 0x00400000u)) | (~is_nan & rounded)) & 0xffff0000u;
 }
 
+// Elements of pairs: those of a vector, rounded. Denormal numbers are zero.
+PENSTOCK_INLINE HalfVec halves_of(Vec v) {
+#if defined(PENSTOCK_PAIR_PRODUCTS)
+  HalfVec halves;
+  asm("vcvtneps2bf16 %1, %0" : "=v"(halves) : "v"(v));
+  return halves;
+#else
+  return __builtin_convertvector(round_to_bfloat16(without_denormals(v)) >> 16, HalfVec);
+#endif
+}
+
+PENSTOCK_INLINE void store_halves(float* row, int64_t k, Vec v) {
+  const HalfVec halves = halves_of(v);
+  std::memcpy(reinterpret_cast<uint16_t*>(row) + k, &halves, sizeof halves);
+}
+
 // Rounds a row of 2 * num_pairs elements; the pairs may take the place of the first ones.
 [[maybe_unused]] static void round_row(const float* x, int64_t num_pairs, Bfloat16Pair* to) {
   const int64_t size = 2 * num_pairs;
   int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) {
-    const HalfVec rounded = __builtin_convertvector(round_to_bfloat16(load(x + k)) >> 16, HalfVec);
-    std::memcpy(reinterpret_cast<uint16_t*>(to) + k, &rounded, sizeof rounded);
-  }
+  for (; k + kLanes <= size; k += kLanes) store_halves(reinterpret_cast<float*>(to), k, load(x + k));
   for (; k < size; k += 2) {
     Vec both{};
     both[0] = x[k];
     both[1] = x[k + 1];
-    const UintVec rounded = round_to_bfloat16(both) >> 16;
-    const Bfloat16Pair pair{static_cast<uint16_t>(rounded[0]), static_cast<uint16_t>(rounded[1])};
+    const HalfVec halves = halves_of(both);
+    const Bfloat16Pair pair{halves[0], halves[1]};
     std::memcpy(to + k / 2, &pair, sizeof pair);
   }
 }
