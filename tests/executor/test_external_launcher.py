@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from safetensors import safe_open
 
 from penstock import LLM, EngineConfig, SamplingParams, StructuredOutputsParams
 from penstock.errors import ConfigError
@@ -50,6 +51,7 @@ with engine() as first, engine() as second:
     found = [tokens_of(first), tokens_of(second)]
 with engine() as third:
     found.append(tokens_of(third))
+    third.collective_rpc("save_sharded_state", args=(os.path.join(sys.argv[1], "saved"),))
 # Each process by itself; and beside the program's own process group.
 with engine(1) as alone:
     found.append(tokens_of(alone))
@@ -91,6 +93,9 @@ def test_each_rank_has_the_tokens_of_one_worker(tmp_path: Path) -> None:
         said, _ = processes.communicate(timeout=240)
     assert processes.returncode == 0, said
     assert [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)] == [[expected] * 5] * 2
+    saved = sorted((tmp_path / "saved").glob("model-rank-*.safetensors"))
+    # The ranks, each of an engine of its own, have one id.
+    assert (len(saved), len({safe_open(path, "pt").metadata()["save_id"] for path in saved})) == (2, 1)
 
 
 @pytest.mark.slow
