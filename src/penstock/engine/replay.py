@@ -50,6 +50,15 @@ _NOT_REPLAYED = (
     "enable_multiprocessing",
     "kv_cache_memory_bytes",
     "memory_fraction",
+    # Blocks that were loaded are computed.
+    "kv_offloading_size",
+    "kv_offload_dir",
+    "kv_offload_dir_size",
+    "kv_load_policy",
+    "kv_listen",
+    "kv_peers",
+    "kv_peers_other_ranks",
+    "kv_secret_file",
 )
 # Options whose other value adds sums in another order, or computes in another arithmetic.
 _CHANGES_BITS = (

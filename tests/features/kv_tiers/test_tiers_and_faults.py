@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -187,12 +188,24 @@ def test_blocks_outlive_a_sleep(model: Path, folder: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_a_recording_of_an_engine_that_loads_is_replayed(tmp_path: Path, folder: Path, family: str) -> None:
     save_checkpoint(tiny_model(family, vocab_size=VOCAB_SIZE), tmp_path / "model")
-    file = tmp_path / "steps.rec"
+    file, secret = tmp_path / "steps.rec", tmp_path / "secret"
+    secret.write_text("a secret of some length")
+    options = {
+        "kv_load_policy": "always",
+        "kv_offloading_size": 0.01,
+        "kv_offload_dir_size": 1,
+        "kv_peers": "127.0.0.1:1",
+        "kv_secret_file": str(secret),
+    }
     with engine(tmp_path / "model", folder) as core:
         expected = run(core, PROMPTS[:4], greedy(12))
-    with engine(tmp_path / "model", folder, record=str(file), record_prompts=True) as core:
+    with engine(tmp_path / "model", folder, record=str(file), record_prompts=True, **options) as core:
         found = run(core, PROMPTS[:4], greedy(12))
         assert hits(core) > 0
     assert [result.tokens for result in found] == [result.tokens for result in expected]
+    # On another machine there are neither.
+    shutil.rmtree(folder)
+    secret.unlink()
     report = replay(file, model=str(tmp_path / "model"))
+    assert report.num_compared > 0
     assert not report.differences, report
