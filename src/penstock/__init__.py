@@ -95,6 +95,9 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         return _name_of_vllm(name)
+    from penstock.system.env import limit_spinning
+
+    limit_spinning()
     value = getattr(importlib.import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

@@ -6,6 +6,7 @@ import signal
 
 from penstock.cli.process import leave_at_once, postpone_collection
 from penstock.observability.standard_streams import occupy_standard_descriptors, open_standard_error
+from penstock.system.env import limit_spinning
 
 
 def main() -> None:
@@ -15,6 +16,7 @@ def main() -> None:
     occupy_standard_descriptors()
     open_standard_error()
     postpone_collection()
+    limit_spinning()
     from penstock.cli.app import app
 
     app(prog_name="penstock")

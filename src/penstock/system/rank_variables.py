@@ -21,7 +21,7 @@ SET_BEFORE_TORCH: dict[str, str | None] = {
     "TORCH_NCCL_AVOID_RECORD_STREAMS": None,
 }
 
-_COPIED_PREFIXES = ("PENSTOCK_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
+_COPIED_PREFIXES = ("PENSTOCK_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "NCCL_", "GLOO_")
 _COPIED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM")
 # Copied by prefix otherwise, but valid on one machine only.
 _NODE_LOCAL = (
