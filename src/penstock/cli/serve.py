@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated, Any
 
 from penstock.cli import options
@@ -42,11 +41,9 @@ def serve(
 
         check_packages()
     from penstock.config import EngineConfig
-    from penstock.features.lora.peft_config import PeftConfig, read_fields
     from penstock.server.processes.launcher import Launcher
 
     began = time.monotonic()
     config = EngineConfig.create(model, **engine)
-    for adapter in server_options.adapters:
-        PeftConfig.read(adapter.lora_name, read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser()))
+    server_options.check_folders()
     Launcher(config, server_options, network, queue, began=began).run()

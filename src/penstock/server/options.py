@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.config.checks import check_choice, check_seconds
@@ -12,6 +13,7 @@ from penstock.errors import ConfigError
 from penstock.templates.content_format import AUTO, CONTENT_FORMATS
 
 if TYPE_CHECKING:
+    from penstock.config import EngineConfig
     from penstock.features.lora.request import LoRARequest
 
 # Options that an engine has too: its constraints begin after the reasoning, which answers have apart.
@@ -143,6 +145,23 @@ class ServerOptions:
         from penstock.features.lora.modules import read_lora_modules
 
         return read_lora_modules(self.lora_modules)
+
+    def check_folders(self) -> None:
+        """Read the configurations of the adapters. Raises ModelError for one that is not there, or cannot be used."""
+        from penstock.features.lora.peft_config import PeftConfig, read_fields
+
+        for adapter in self.adapters:
+            fields = read_fields(adapter.lora_name, Path(adapter.lora_path).expanduser())
+            PeftConfig.read(adapter.lora_name, fields)
+
+    def check_engine(self, config: EngineConfig) -> None:
+        """Raise ConfigError for what an engine of this configuration does not take."""
+        self.check_adapters(has_adapters=config.lora.enable_lora)
+
+    def check_adapters(self, *, has_adapters: bool) -> None:
+        """Raise ConfigError for adapters of an engine that takes none."""
+        if self.lora_modules and not has_adapters:
+            raise ConfigError("lora_modules needs an engine with adapters. Give enable_lora too.")
 
     def __post_init__(self) -> None:
         twice = {adapter.lora_name for adapter in self.adapters}.intersection(self.served_model_name)

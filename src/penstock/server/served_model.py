@@ -14,7 +14,7 @@ from penstock.server.chat_model import ChatModel
 from penstock.server.http.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.served_adapters import ServedAdapters
-from penstock.server.start_checks import check_lora, check_parsers
+from penstock.server.start_checks import check_parsers
 from penstock.server.tracing import NoTracing, Tracing, otlp_tracing
 
 _Result = TypeVar("_Result")
@@ -35,7 +35,7 @@ class ServedModel(ChatModel):
         self.max_model_len = engine.max_model_len
         self.adapters = ServedAdapters(engine, options.adapters, self.names)
         self.adapter: LoRARequest | None = None
-        check_lora(options, has_adapters=engine.has_adapters)
+        options.check_adapters(has_adapters=engine.has_adapters)
         endpoint = options.otlp_traces_endpoint
         self.tracing: Tracing = NoTracing() if endpoint is None else otlp_tracing(endpoint)
 

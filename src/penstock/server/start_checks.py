@@ -19,7 +19,7 @@ from penstock.text.tokenizer import Tokenizer, load_tokenizer
 
 def check_start(options: ServerOptions, config: EngineConfig) -> None:
     """Check the options of a server that is being started, while its cores load the model. Raises ConfigError."""
-    check_lora(options, has_adapters=config.lora.enable_lora)
+    options.check_engine(config)
     if options.prefill_url is not None and config.kv_tiers.folder is None:
         raise ConfigError(
             "prefill_url needs kv_offload_dir, the folder to which blocks of that server come. Give it, and kv_peers "
@@ -31,12 +31,6 @@ def check_start(options: ServerOptions, config: EngineConfig) -> None:
     template_source(options, tokenizer)
     ResponseStore(options)
     BatchStore(options)
-
-
-def check_lora(options: ServerOptions, *, has_adapters: bool) -> None:
-    """Raise ConfigError for adapters of an engine that takes none."""
-    if options.lora_modules and not has_adapters:
-        raise ConfigError("lora_modules needs an engine with adapters. Give enable_lora too.")
 
 
 def check_parsers(options: ServerOptions, tokenizer: Tokenizer) -> None:
