@@ -49,9 +49,11 @@ class BlockPool:
     steps: of the scheduler. pending: blocks by the step that must be done before they are free, ascending.
     num_cached_blocks: cached blocks that are not held.
     elsewhere: finds blocks of no pool, for content that is kept outside of it; set while that counts too.
+    on_dropped: called with a key that no cached block has any more, but not when all are forgotten at once.
     """
 
     elsewhere: Callable[[BlockKey], KVCacheBlock | None] | None = None
+    on_dropped: Callable[[BlockKey], None] | None = None
 
     def __init__(self, num_blocks: int, steps: StepIds) -> None:
         self.num_blocks = num_blocks
@@ -168,9 +170,12 @@ class BlockPool:
 
     def forget(self, key: BlockKey) -> None:
         """Evict a key from the prefix cache; holders of its blocks keep them."""
-        for block in self._cached.pop(key, {}).values():
+        blocks = self._cached.pop(key, {})
+        for block in blocks.values():
             block.key = None
             self.num_cached_blocks -= block.ref_count == 0
+        if blocks and self.on_dropped is not None:
+            self.on_dropped(key)
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached content. Does nothing and returns False while any block is held."""
@@ -219,11 +224,14 @@ class BlockPool:
         )
 
     def _forget(self, block: KVCacheBlock) -> None:
-        if block.key is None:
+        key = block.key
+        if key is None:
             return
-        blocks = self._cached[block.key]
+        blocks = self._cached[key]
         del blocks[block.block_id]
-        if not blocks:
-            del self._cached[block.key]
         block.key = None
         self.num_cached_blocks -= block.ref_count == 0
+        if not blocks:
+            del self._cached[key]
+            if self.on_dropped is not None:
+                self.on_dropped(key)

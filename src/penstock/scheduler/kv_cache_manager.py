@@ -12,6 +12,7 @@ from penstock.contract import KVCacheConfig, RecurrentStateSpec
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock, StepIds
+from penstock.scheduler.cache_watcher import CacheWatcher
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, StateGroup, Trail, make_group
 from penstock.scheduler.request import Request
 from penstock.scheduler.single_blocks import SingleBlocks
@@ -61,12 +62,8 @@ class KVCacheManager:
     blocks_need_next_token: whether the KV of a block's last token depends on the token after it too, as with an EAGLE
         head. Then the last block of a prefix-cache hit is computed anew, since another token may follow it.
 
-    on_cached: called with a request and its newly cached blocks, whose step may not be done. on_forgotten: called with
-        the keys of blocks whose content may be wrong, though it was computed.
+    caches_prefixes: whether requests share blocks. watchers: features that want to know what happens to cached blocks.
     """
-
-    on_cached: Callable[[Request, list[KVCacheBlock]], None] | None = None
-    on_forgotten: Callable[[Sequence[BlockKey]], None] | None = None
 
     def __init__(
         self,
@@ -99,7 +96,7 @@ class KVCacheManager:
             for pool in range(len(self.pools))
         ]
         can_cache = bool(self.groups) and all(group.caches_prefixes for group in self.groups)
-        self._caches_prefixes = enable_prefix_caching and can_cache
+        self.caches_prefixes = enable_prefix_caching and can_cache
         self._shares_in_step = all(group.shares_in_step for group in self.groups)
         self._has_fixed_blocks = not all(group.takes_blocks for group in self.groups)
         never_skips = KVCacheGroup.num_skipped_blocks
@@ -114,6 +111,27 @@ class KVCacheManager:
         # Blocks held by transfers, by request id and holder; those of each pool.
         self._holds: dict[tuple[str, str], list[list[KVCacheBlock]]] = {}
         self.single_blocks = SingleBlocks(self.groups)
+        self.watchers: list[CacheWatcher] = []
+
+    def watch(self, watcher: CacheWatcher) -> None:
+        """Let a feature know what happens to cached blocks from now on."""
+        self.watchers.append(watcher)
+        for pool in self.pools:
+            pool.on_dropped = self._note_dropped
+
+    def _note_dropped(self, key: BlockKey) -> None:
+        for watcher in self.watchers:
+            watcher.dropped(key)
+
+    def note_kept(self, key: BlockKey, medium: str) -> None:
+        """Tell the watchers of a copy of a block outside of the KV cache."""
+        for watcher in self.watchers:
+            watcher.kept_elsewhere(key, medium)
+
+    def note_lost(self, keys: Iterable[BlockKey] | None, medium: str) -> None:
+        """Tell them that copies are gone; None for all."""
+        for watcher in self.watchers:
+            watcher.lost_elsewhere(keys, medium)
 
     @property
     def num_used_blocks(self) -> int:
@@ -174,7 +192,7 @@ class KVCacheManager:
         held = self._held.get(request.req_id)
         if held is not None:
             return PrefixHit(request.num_computed_tokens, tuple(blocks.copy() for blocks in held.groups))
-        if not self._caches_prefixes or request.needs_all_of_prompt:
+        if not self.caches_prefixes or request.needs_all_of_prompt:
             return self._no_hit
         self._hasher.extend(request)
         length = request.num_tokens - 1
@@ -287,16 +305,24 @@ class KVCacheManager:
         held = self._held[request.req_id]
         self._hasher.extend(request)
         hashes = request.block_hashes
-        request.next_cache_at = _NEVER
+        request.next_cache_at = start = _NEVER
         for index, group in enumerate(self.groups):
             first, end = held.num_cached[index], num_computed_tokens // group.block_size
             if first < end:
                 held.num_cached[index] = end
+                start = min(start, first * group.block_size)
                 shared += group.cache(held.groups[index], hashes, first, end)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
-        if shared and self.on_cached is not None:
-            self.on_cached(request, shared)
+        if shared:
+            for watcher in self.watchers:
+                watcher.cached(request, shared, start)
         return shared
+
+    def cache_loaded(self, request: Request, block: KVCacheBlock, key: BlockKey, index: int) -> None:
+        """Add a held block, whose content was loaded for a request, to the prefix cache. index: among its blocks."""
+        self.groups[key[0]].cache_loaded(block, key, index)
+        for watcher in self.watchers:
+            watcher.loaded(request, block, index)
 
     def share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
         """Cache the blocks that the request's next tokens fill, for requests of the same step on.
@@ -325,8 +351,8 @@ class KVCacheManager:
             keys = group.keys(hashes, 0, num_blocks)
             for key in keys:
                 group.pool.forget(key)
-            if self.on_forgotten is not None:
-                self.on_forgotten(keys)
+            for watcher in self.watchers:
+                watcher.forgotten(keys)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request; cached ones can be hit until they are reused."""
@@ -400,12 +426,18 @@ class KVCacheManager:
         """Reset for a new worker: all cached prefixes are lost, and no step is in flight."""
         for pool in self.pools:
             pool.start_over()
+        for watcher in self.watchers:
+            watcher.reset()
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
         if self.num_used_blocks:
             return False
-        return all(pool.reset_prefix_cache() for pool in self.pools)
+        for pool in self.pools:
+            pool.reset_prefix_cache()
+        for watcher in self.watchers:
+            watcher.reset()
+        return True
 
     def begin_weights(self, weights: str) -> None:
         """Let blocks of all further KV have keys with the name of these weights."""
@@ -431,7 +463,7 @@ class KVCacheManager:
         for group, own in zip(self.groups, held.own):  # noqa: B905
             if group.num_own_blocks:
                 own += group.pool.get_new_blocks(group.num_own_blocks_of(request))
-        if self._caches_prefixes:
+        if self.caches_prefixes:
             request.next_cache_at = 0
             for index, state_group in self._state_groups.items():
                 is_one_earlier = self._blocks_need_next_token

@@ -18,8 +18,8 @@ from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_files.files import ABOUT, TRAILER_BYTES, DamagedBlock, FolderLimit, read_block, write_block
 from penstock.features.kv_files.folder import blocks_in
-from penstock.features.kv_tiers.saves import Pace
 from penstock.features.kv_tiers.scheduling import TierScheduling
+from penstock.scheduler.pace import Pace
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import add, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
@@ -140,7 +140,7 @@ def test_a_core_that_ends_saves_more_blocks_than_it_holds_at_once(
 
 
 def test_saves_keep_to_their_share_of_the_steps(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.features.kv_tiers.saves._SAVE_SHARE", 1e-9)
+    monkeypatch.setattr("penstock.scheduler.pace._SHARE", 1e-9)
     tiny_checkpoint(tmp_path / "model")
     with engine(tmp_path / "model", folder) as core:
         for index, prompt in enumerate(PROMPTS):
@@ -155,24 +155,24 @@ def test_saves_keep_to_their_share_of_the_steps(tmp_path: Path, folder: Path, mo
 
 
 def test_the_pace_follows_the_cost() -> None:
-    pace, now, used_s, num_saves = Pace(0.0), 0.0, 0.0, 0
+    pace, now, used_s, num_saves = Pace(0.0, 32), 0.0, 0.0, 0
     # Steps of 30 ms, and saves of 0.4 ms.
     for _ in range(1000):
         now += 0.03
-        begun = [pace.begin() for _ in range(pace.num_blocks(now))]
+        begun = [pace.begin() for _ in range(pace.num_jobs(now))]
         assert sum(begun) <= 0.005 + 1e-9
         for expected_s in begun:
             pace.end(expected_s, 0.0004)
             used_s, num_saves = used_s + 0.0004, num_saves + 1
     assert used_s == pytest.approx(30 * 0.015, rel=0.05)
     # Saves that take longer than may be taken at once, which come one at a time.
-    assert pace.num_blocks(now + 1.0) == 12
+    assert pace.num_jobs(now + 1.0) == 12
     pace.end(pace.begin(), 0.1)
-    assert pace.num_blocks(now + 2.0) == 0
-    assert pace.num_blocks(now + 20.0) == 1
+    assert pace.num_jobs(now + 2.0) == 0
+    assert pace.num_jobs(now + 20.0) == 1
     # Saves that take nothing from the steps.
     pace.end(pace.begin(), 0.0)
-    assert pace.num_blocks(now + 20.1) == 32
+    assert pace.num_jobs(now + 20.1) == 32
 
 
 @pytest.mark.parametrize("size", [4096, 8 * 4096, 5000, 512, 7])

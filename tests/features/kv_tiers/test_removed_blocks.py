@@ -78,11 +78,11 @@ def held_moves(monkeypatch: pytest.MonkeyPatch, *, loads: bool) -> Iterator[thre
 def forget_blocks(core: EngineCore) -> None:
     """Forget the blocks of a prompt, as those of a request whose KV cache may hold NaN."""
     kv_cache = core.scheduler.kv_cache
-    assert kv_cache.on_forgotten is not None
     keys = kv_cache.keys_of(Request("", PROMPTS[0], greedy(1)))
     for key in keys:
         kv_cache.groups[key[0]].pool.forget(key)
-    kv_cache.on_forgotten(keys)
+    for watcher in kv_cache.watchers:
+        watcher.forgotten(keys)
 
 
 def finish_moves(core: EngineCore) -> None:

@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,6 +86,12 @@ def path_of(folder: str | Path, key: BlockKey) -> str:
     """Path of a block's file."""
     group, digest = key[0], key[1].hex()
     return f"{folder}/{digest[:2]}/{digest}-{group}"
+
+
+def key_of(path: str) -> BlockKey:
+    """The block of a file."""
+    digest, _, group = os.path.basename(path).partition("-")
+    return int(group), bytes.fromhex(digest)
 
 
 def write_block(path: str, pages: Sequence[np.ndarray], *, keeps_in_memory: bool = True) -> int:
@@ -208,18 +214,25 @@ class FolderLimit:
 
     Removes those that were not used for the longest time, and files that were never finished.
 
-    block_bytes: of the largest block that is kept. num_bytes: of all files, as last counted, and of those that were
-    noted since.
+    block_bytes: of the largest block that is kept. note_removed: called, in that thread, with the paths of the files
+    that were removed. num_bytes: of all files, as last counted, and of those that were noted since.
 
     Raises ConfigError for a limit that no such block keeps to.
     """
 
-    def __init__(self, root: Path, max_bytes: int, block_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        root: Path,
+        max_bytes: int,
+        block_bytes: int = 0,
+        note_removed: Callable[[Sequence[str]], None] = lambda _: None,
+    ) -> None:
         if max_bytes * _KEPT < block_bytes + TRAILER_BYTES:
             raise ConfigError(
                 f"kv_offload_dir_size holds {format_bytes(max_bytes)}, and a block of the KV cache takes "
                 f"{format_bytes(block_bytes)}. Raise it."
             )
+        self._note_removed = note_removed
         self._root, self._max_bytes = root / LAYOUT, max_bytes
         self.num_bytes = self._num_new_bytes = 0
         self._has_to_count = threading.Event()
@@ -281,12 +294,15 @@ class FolderLimit:
             return
         before = total
         files.sort()
+        removed = []
         for _, size, path in files:
             if total <= self._max_bytes * _KEPT:
                 break
             Path(path).unlink(missing_ok=True)
+            removed.append(path)
             total -= size
         self.num_bytes = total
+        self._note_removed(removed)
         logger.info("%s had %s, and has %s now", self._root, format_bytes(before), format_bytes(total))
 
 

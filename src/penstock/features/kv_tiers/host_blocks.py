@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from penstock.features.kv_tiers.moves import HostLayout
 from penstock.scheduler.block_pool import BlockKey
@@ -23,10 +23,12 @@ class HostBlock:
 class HostBlocks:
     """Blocks by their keys, least recently used first. A block without users makes room for others.
 
-    layouts: of all ranks, which keep their shares of a block in pieces of the same numbers.
+    layouts: of all ranks, which keep their shares of a block in pieces of the same numbers. note_lost: called with the
+    key of a whole block that is forgotten.
     """
 
-    def __init__(self, layouts: Sequence[HostLayout]) -> None:
+    def __init__(self, layouts: Sequence[HostLayout], note_lost: Callable[[BlockKey], None] = lambda _: None) -> None:
+        self._note_lost = note_lost
         self._num_pieces = min(layout.num_pieces for layout in layouts)
         counts = zip(*(layout.pieces_of_block for layout in layouts), strict=True)
         self._pieces_of_block = [max(of_group) for of_group in counts]
@@ -81,6 +83,8 @@ class HostBlocks:
         block = self._blocks.pop(key, None)
         if block is not None and not block.num_users:
             self._free += block.pieces
+        if block is not None and block.is_whole:
+            self._note_lost(key)
 
     def clear(self) -> None:
         """Forget all blocks."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from penstock.contract import RpcCall
 from penstock.errors import PenstockError
-from penstock.features.kv_files.files import FolderLimit, path_of, remove_folder
+from penstock.features.kv_files.files import FolderLimit, key_of, path_of, remove_folder
 from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
 from penstock.scheduler.block_pool import BlockKey
+from penstock.scheduler.cache_watcher import FOLDER, HOST_MEMORY
 from penstock.scheduler.services import SchedulerServices
 
 logger = logging.getLogger(__name__)
@@ -27,15 +28,15 @@ class Places:
 
     def __init__(self, services: SchedulerServices) -> None:
         config = services.config.kv_tiers
-        self._call = services.call_workers
-        kv_cache = services.scheduler.kv_cache.config
+        self._call, self._kv_cache = services.call_workers, services.scheduler.kv_cache
+        self._call_soon, folder, kv_cache = services.call_soon, config.folder, self._kv_cache.config
+        self.known_folders: list[str] = []
         largest = max(map(kv_cache.block_bytes_of, range(len(kv_cache.groups))), default=0)
-        self.limit = None if config.folder is None else FolderLimit(config.folder, config.max_bytes, largest)
+        self.limit = None if folder is None else FolderLimit(folder, config.max_bytes, largest, self._note_removed)
         self.has_host = config.host_bytes > 0
         # Made when the workers are asked, with the folders of the weights whose blocks it has.
         self.host: HostBlocks | None = None
-        self._host_is_of: list[str] = []
-        self.known_folders: list[str] = []
+        self._blocks_are_of: list[str] = []
         self.wrong: set[BlockKey] = set()
 
     @property
@@ -43,17 +44,20 @@ class Places:
         """Folders of the ranks' blocks."""
         if not self.known_folders:
             self.known_folders = self._call(RpcCall("kv_tier_folder"))
-            if self.host is not None and self.known_folders != self._host_is_of:
-                # Its blocks were computed with other weights.
-                self.host.clear()
-            self._host_is_of = self.known_folders
+            if self._blocks_are_of and self.known_folders != self._blocks_are_of:
+                # The blocks so far were computed with other weights.
+                self._kv_cache.note_lost(None, FOLDER)
+                if self.host is not None:
+                    self.host.clear()
+            self._blocks_are_of = self.known_folders
         return self.known_folders
 
     @property
     def host_memory(self) -> HostBlocks | None:
         """Blocks in host memory, for the present weights; None without kv_offloading_size."""
         if self.folders and self.has_host and self.host is None:
-            self.host = HostBlocks(self._call(RpcCall("kv_host_layout")))
+            layouts = self._call(RpcCall("kv_host_layout"))
+            self.host = HostBlocks(layouts, lambda key: self._kv_cache.note_lost((key,), HOST_MEMORY))
         return self.host
 
     def path(self, key: BlockKey) -> str:
@@ -81,6 +85,12 @@ class Places:
                     os.unlink(path_of(folder, key))
                 except OSError:
                     continue  # most blocks are not there
+        self._kv_cache.note_lost(keys, FOLDER)
+
+    def _note_removed(self, paths: Sequence[str]) -> None:
+        """Note files that had to make room; called in another thread."""
+        keys = [key_of(path) for path in paths if path.startswith(tuple(self.known_folders))]
+        self._call_soon(lambda: self._kv_cache.note_lost(keys, FOLDER))
 
     def remove_all(self) -> bool:
         """Remove all blocks of this engine's fingerprint, which other engines that share the folder compute again.
@@ -101,6 +111,7 @@ class Places:
             logger.warning("%d files in kv_offload_dir are not removed: %s", len(failures), failures[0])
         # It is described anew with its next block.
         self.known_folders = []
+        self._kv_cache.note_lost(None, FOLDER)
         return not failures
 
     def ask_again(self) -> None:
@@ -110,6 +121,8 @@ class Places:
     def workers_replaced(self) -> None:
         self.remove(tuple(self.wrong))
         self.wrong.clear()
+        if self.host is not None:
+            self.host.clear()
         self.host = None  # their memory is lost
         self.known_folders = []
 

@@ -14,6 +14,8 @@ from penstock.features.kv_tiers.host_blocks import HostBlock
 from penstock.features.kv_tiers.moves import MoveQueue, MoveResult, Tier
 from penstock.features.kv_tiers.places import Places
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
+from penstock.scheduler.cache_watcher import FOLDER, HOST_MEMORY, CacheWatcher
+from penstock.scheduler.pace import Pace
 from penstock.scheduler.request import Request
 from penstock.scheduler.services import SchedulerServices
 from penstock.scheduler.state_pool import StatePool
@@ -25,9 +27,6 @@ _BEFORE_ALL_STEPS = -2
 _MOST_SAVES, _MOST_SAVING = 32, 0.25
 # Seconds without saves after one has failed, such as for a full disk.
 _PAUSE_S = 60.0
-# Share of a core's time that saves take from the steps, each of which waits for its slowest thread; and seconds of it
-# at once.
-_SAVE_SHARE, _MOST_AT_ONCE_S = 0.015, 0.005
 
 
 @dataclass(eq=False, slots=True)
@@ -48,37 +47,7 @@ class Save:
     cost_s: float = 0.0
 
 
-class Pace:
-    """Pace of saves beside steps: CPU time that they may take, as it comes and is used.
-
-    Kernels that wait long for a thread, since saves take its core, go on with fewer threads for a while. So saves are
-    few at once.
-    """
-
-    def __init__(self, now: float) -> None:
-        self._now, self._credit_s = now, 0.0
-        # CPU time of a save; a guess before the first one.
-        self._cost_s = _MOST_AT_ONCE_S
-
-    def num_blocks(self, now: float) -> int:
-        """Number of blocks that may be saved now. now: seconds of `time.monotonic`."""
-        most = max(_MOST_AT_ONCE_S, self._cost_s)
-        self._credit_s = min(most, self._credit_s + (now - self._now) * _SAVE_SHARE)
-        self._now = now
-        return min(_MOST_SAVES, max(0, int(self._credit_s / self._cost_s))) if self._cost_s else _MOST_SAVES
-
-    def begin(self) -> float:
-        """Note that a save begins; return the CPU time that it is expected to take."""
-        self._credit_s -= self._cost_s
-        return self._cost_s
-
-    def end(self, expected_s: float, cost_s: float) -> None:
-        """Note the CPU time that a save has taken."""
-        self._credit_s += expected_s - cost_s
-        self._cost_s += (cost_s - self._cost_s) / 2 if cost_s else -self._cost_s
-
-
-class Saves:
+class Saves(CacheWatcher):
     """Blocks that are written, and those that may have to be.
 
     fresh: full blocks, oldest first, with their keys and the last step that was launched before. keeps_pace: whether
@@ -92,7 +61,7 @@ class Saves:
         self._num_ranks = config.parallel.world_size
         self.fresh: OrderedDict[KVCacheBlock, tuple[BlockKey, int]] = OrderedDict()
         self._saves: dict[int, Save] = {}
-        self._pace = Pace(time.monotonic())
+        self._pace = Pace(time.monotonic(), _MOST_SAVES)
         # Other engines wait for blocks of one that listens.
         self.keeps_pace = config.kv_tiers.kv_listen is None
         self.problem, self._paused_until = "", 0.0
@@ -107,14 +76,7 @@ class Saves:
         fresh, saves = list(self.fresh.values()), list(self._saves.values())
         return {os.path.basename(path_of("", key)) for key in (*(key for key, _ in fresh), *(one.key for one in saves))}
 
-    def note_loaded(self, block: KVCacheBlock, key: BlockKey) -> None:
-        """Note a block that came from the folder, which goes to host memory if that lacks it."""
-        host = self._places.host_memory
-        if host is not None and host.lacks(key) and block.key == key:
-            self.fresh[block] = (key, _BEFORE_ALL_STEPS)
-
-    def note_cached(self, request: Request, blocks: list[KVCacheBlock]) -> None:
-        """Note full blocks of a request that are to be saved."""
+    def cached(self, request: Request, blocks: Sequence[KVCacheBlock], start: int) -> None:
         if not request.has_lasting_keys:
             return
         last_launched = self._kv_cache.steps.last_launched
@@ -122,6 +84,12 @@ class Saves:
             assert block.key is not None
             self.fresh[block] = (block.key, last_launched)
             self.fresh.move_to_end(block)
+
+    def loaded(self, request: Request, block: KVCacheBlock, index: int) -> None:
+        # A block that came from the folder goes to host memory if that lacks it.
+        host = self._places.host_memory
+        if host is not None and block.key is not None and host.lacks(block.key):
+            self.fresh[block] = (block.key, _BEFORE_ALL_STEPS)
 
     def forget(self, keys: Sequence[BlockKey]) -> None:
         """Remove blocks whose content may be wrong, also those that are being written, once they are."""
@@ -140,7 +108,7 @@ class Saves:
 
         is_paced: as many as the pace allows; otherwise as many as are held at once.
         """
-        most = self._pace.num_blocks(time.monotonic()) if is_paced else _MOST_SAVES
+        most = self._pace.num_jobs(time.monotonic()) if is_paced else _MOST_SAVES
         steps, host = self._kv_cache.steps, self._places.host_memory
         is_idle = steps.last_done == steps.last_launched
         if self._places.limit is not None and (why := self._places.limit.why_full(0)) is not None:
@@ -196,6 +164,8 @@ class Saves:
 
     def end(self, save: Save) -> None:
         """Release a block that is written. From host memory it goes on to the folder."""
+        if not save.has_failed and save.target is Tier.FOLDER:
+            self._kv_cache.note_kept(save.key, FOLDER)
         if save.block is not None:
             self._blocks.release(save.block, save.key[0])
         if save.key in self._places.wrong:
@@ -210,9 +180,11 @@ class Saves:
         elif save.target is Tier.HOST:
             host_block.is_whole = True
             # Not if its weights are others by now.
-            if self._is_for_folder(save.key) and host.find(save.key) is host_block:
-                self._begin_save(Tier.FOLDER, save.key, None, host_block, is_paced=save.expected_s is not None)
-                return
+            if host.find(save.key) is host_block:
+                self._kv_cache.note_kept(save.key, HOST_MEMORY)
+                if self._is_for_folder(save.key):
+                    self._begin_save(Tier.FOLDER, save.key, None, host_block, is_paced=save.expected_s is not None)
+                    return
         host.release(host_block)
 
     def take(self, result: MoveResult, *, is_first: bool) -> Sequence[Save]:

@@ -24,6 +24,7 @@ from penstock.features.kv_tiers.moves import MoveQueue, MoveResult, Tier
 from penstock.features.kv_tiers.places import Places
 from penstock.features.kv_tiers.saves import Save, Saves
 from penstock.scheduler.block_pool import BlockKey, KVCacheBlock
+from penstock.scheduler.cache_watcher import CacheWatcher
 from penstock.scheduler.feature import SchedulerFeature
 from penstock.scheduler.idle_turns import IdleTurns
 from penstock.scheduler.kv_cache_manager import PrefixHit
@@ -51,6 +52,7 @@ _LONGEST_END_S = 30.0
 class _Load:
     """Blocks that are loaded together, those of one request's hit. Others may wait for them too.
 
+    request: whose hit it is; it may have ended.
     num_tokens: of the hit, beyond what was there. num_bytes: of its blocks on one rank, by source. held: blocks of the
     hit that were there before, with their groups.
     blocks: (block, key, position among blocks) by move. host_blocks: those that are read, by move.
@@ -59,6 +61,7 @@ class _Load:
     is_unwanted: no request waits any more. begun, ended: on the first rank.
     """
 
+    request: Request
     num_tokens: int
     num_bytes: LoadBytes
     held: list[tuple[KVCacheBlock, int]]
@@ -72,7 +75,7 @@ class _Load:
     ended: float = -math.inf
 
 
-class TierScheduling(SchedulerFeature):
+class TierScheduling(SchedulerFeature, CacheWatcher):
     """Loads blocks into the prefix cache before requests that would hit them are admitted, and saves full ones.
 
     A loaded block is a block of the prefix cache as any other: whether its request still waits, or goes on, does not
@@ -101,7 +104,8 @@ class TierScheduling(SchedulerFeature):
         self._idle_turns = IdleTurns(services.scheduler, services.call_soon)
         self._counts = dict.fromkeys(FEATURE.counters, 0)
         self._saves = Saves(services, self._places, self._moves, self._counts)
-        self._kv_cache.on_cached, self._kv_cache.on_forgotten = self._saves.note_cached, self._forget
+        self._kv_cache.watch(self._saves)
+        self._kv_cache.watch(self)
         self._copies = None if folder is None else Copies(services, self)
         self._proxies = Proxies(config)
 
@@ -138,7 +142,7 @@ class TierScheduling(SchedulerFeature):
             self._counts["kv_tier_recomputed_tokens"] += num_tokens
             self._tried[request.req_id] = request.num_preemptions
             return None
-        return _LOAD if self._begin_load(request.req_id, hit, num_tokens, is_ahead=is_ahead) else None
+        return _LOAD if self._begin_load(request, hit, num_tokens, is_ahead=is_ahead) else None
 
     def _bytes_of(self, keys: Sequence[BlockKey]) -> LoadBytes:
         """Bytes of blocks that are elsewhere."""
@@ -195,7 +199,7 @@ class TierScheduling(SchedulerFeature):
     def names_to_come(self) -> set[str]:
         return self._saves.names_to_come()
 
-    def _begin_load(self, req_id: str, hit: PrefixHit, num_tokens: int, *, is_ahead: bool) -> bool:
+    def _begin_load(self, request: Request, hit: PrefixHit, num_tokens: int, *, is_ahead: bool) -> bool:
         """Load the blocks of a hit that are elsewhere; False if there is no room. num_tokens: that these give."""
         wanted, held = [], []
         for group, blocks in enumerate(hit.blocks):
@@ -216,9 +220,10 @@ class TierScheduling(SchedulerFeature):
             for block, group in reversed(held):
                 self._blocks.release(block, group)
             return False
+        req_id = request.req_id
         if is_ahead:
             self._ahead[req_id] = len(wanted)
-        load = _Load(num_tokens, self._bytes_of([key for key, _ in wanted]), held)
+        load = _Load(request, num_tokens, self._bytes_of([key for key, _ in wanted]), held)
         for (key, index), block in zip(wanted, blocks_taken, strict=True):
             host_block = self._places.in_host(key)
             source = Tier.FOLDER if host_block is None else Tier.HOST
@@ -242,10 +247,8 @@ class TierScheduling(SchedulerFeature):
         """Add the loaded blocks to the prefix cache, and let requests go on that wait for nothing else."""
         # The end of a prefix makes room first.
         for move_id, (block, key, index) in sorted(load.blocks.items(), key=lambda one: -one[1][2]):
-            group = self._kv_cache.groups[key[0]]
             if move_id not in load.failed:
-                group.cache_loaded(block, key, index)
-                self._saves.note_loaded(block, key)
+                self._kv_cache.cache_loaded(load.request, block, key, index)
             if self._loading.get(key) is load:
                 del self._loading[key]
             self._blocks.release(block, key[0])
@@ -291,8 +294,8 @@ class TierScheduling(SchedulerFeature):
             # A core without requests has no turn by itself.
             self._services.call_soon(lambda: None)
 
-    def _forget(self, keys: Sequence[BlockKey]) -> None:
-        """Remove blocks whose content may be wrong; those that are being loaded are not used."""
+    def forgotten(self, keys: Sequence[BlockKey]) -> None:
+        # Those that are being loaded are not used.
         self._saves.forget(keys)
         for load in self._loads.values():
             load.failed.update(move_id for move_id, (_, key, _) in load.blocks.items() if key in keys)
