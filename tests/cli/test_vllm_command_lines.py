@@ -85,10 +85,12 @@ SERVE: dict[str, dict[str, Any]] = {
     },
     "vllm serve demo --enable-server-load-tracking --disable-uvicorn-access-log --swap-space 4": {},
     "vllm serve demo --enable-sleep-mode": {},
+    """vllm serve demo --kv-events-config '{"enable_kv_cache_events": true, "topic": "kv-events"}'""": {
+        "kv_events_config": {"enable_kv_cache_events": True, "topic": "kv-events"}
+    },
 }
 
 REFUSED = {
-    """vllm serve demo --kv-events-config '{"enable_kv_cache_events": true}'""": "KV transfer",
     "vllm serve demo --enable-nccl-comm-suspend": "what a sleeping engine keeps",
     "vllm serve demo --data-parallel-size 4 --data-parallel-address 10.0.0.1": "several nodes",
     "vllm serve demo --quantization bitsandbytes": "other quantization methods",

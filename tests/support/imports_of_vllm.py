@@ -14,7 +14,9 @@ from vllm import LLM, PromptType, TextPrompt, TokensPrompt
 from vllm import AsyncEngineArgs, AsyncLLMEngine
 from vllm.beam_search import BeamSearchOutput, BeamSearchSequence
 from vllm.config import CompilationConfig
+from vllm.config import KVEventsConfig
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from vllm.config import PoolerConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
@@ -61,7 +63,7 @@ REFUSED = {
     "from vllm import ModelRegistry": "models and layers of vLLM's",
     "from vllm.v1.sample.logits_processor import LogitsProcessor": "logits processors of vLLM's interface",
     "from vllm.entrypoints.openai.protocol import ChatCompletionRequest": "the HTTP server",
-    "from vllm.distributed.kv_events import KVEventBatch": "KV transfer",
+    "from vllm.distributed.kv_transfer import KVTransferAgent": "KV transfer",
     "from vllm.tool_parsers import ToolParser": "tool parsers of plugins",
     "from vllm.entrypoints.chat_utils import load_chat_template": "a chat template per engine",
     "from vllm.v1.worker.gpu_worker import Worker": "workers of vLLM's interface",

@@ -620,8 +620,7 @@ REFUSED = {
     ],
     "KV transfer by vLLM's own connectors": [
         """
-        from vllm import LLM
-        LLM(model="demo", kv_events_config={"enable_kv_cache_events": True})
+        from vllm.distributed.kv_transfer import KVTransferAgent
         """,
     ],
     "models and layers of vLLM's": [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from penstock.errors import ConfigError
@@ -42,6 +43,22 @@ def check_integer(name: str, value: Any, minimum: int, maximum: int | None = Non
     if not is_integer or value < minimum or (maximum is not None and value > maximum):
         allowed = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum:,}"
         raise ConfigError(f"{name}={value!r} is not valid. Allowed: an integer {allowed}.")
+
+
+def read_dictionary(name: str, given: Any, allowed: Iterable[str], example: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return an option that is a dictionary, or JSON of one, with `allowed` keys. Raises ConfigError."""
+    if isinstance(given, str):
+        try:
+            given = json.loads(given)
+        except ValueError as error:
+            raise ConfigError(f"{name}={given!r} is not JSON: {error}.") from error
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{name}={given!r} is not valid. Allowed: a dictionary, such as {dict(example)}.")
+    known = list(allowed)
+    unknown = next((key for key in given if key not in known), None)
+    if unknown is not None:
+        raise ConfigError(f"{name} has {unknown!r}. Allowed: {', '.join(known)}.")
+    return given
 
 
 def check_seconds(name: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from penstock.config.device import DeviceConfig
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.kv_connector import KVConnectorConfig
+from penstock.config.kv_events import KVEventsOption
 from penstock.config.kv_tiers import KVTierConfig
 from penstock.config.live_view import LiveViewConfig
 from penstock.config.load import LoadConfig
@@ -74,6 +75,7 @@ class EngineConfig:
     sleep: SleepConfig = field(default_factory=SleepConfig)
     kv_tiers: KVTierConfig = field(default_factory=KVTierConfig)
     kv_connector: KVConnectorConfig = field(default_factory=KVConnectorConfig)
+    kv_events: KVEventsOption = field(default_factory=KVEventsOption)
     weight_transfer: WeightTransferConfig = field(default_factory=WeightTransferConfig)
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
@@ -98,6 +100,7 @@ class EngineConfig:
         self._check_live_view()
         self._check_kv_tiers()
         self._check_kv_connector()
+        self._check_kv_events()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -182,6 +185,23 @@ class EngineConfig:
         for name, is_given in others.items():
             if is_given:
                 raise ConfigError(f"kv_transfer_config is not valid with {name}. Leave one of them out.")
+
+    def _check_kv_events(self) -> None:
+        """Refuse events of a cache that is off, and endpoints that several engines would have."""
+        events = self.kv_events.events
+        if events is None:
+            return
+        if not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events_config is not valid with enable_prefix_caching=False, as events tell what blocks the prefix "
+                "cache has. Leave one of them out."
+            )
+        if self.parallel.must_agree_on_time:
+            raise ConfigError(
+                "kv_events_config is not valid with engines that another program starts "
+                "(distributed_executor_backend='external_launcher'): each rank would publish. Leave it out."
+            )
+        events.check_ranks(self.parallel.data_parallel_size)
 
     def _message_pieces(self, num_reqs: int) -> int:
         """Pieces of the message with the outcome of a step, from the last stage to another."""
@@ -293,6 +313,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "sleep": SleepConfig,
     "kv_tiers": KVTierConfig,
     "kv_connector": KVConnectorConfig,
+    "kv_events": KVEventsOption,
     "weight_transfer": WeightTransferConfig,
     "additional": AdditionalConfig,
 }

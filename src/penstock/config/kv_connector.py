@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from penstock.config.checks import check_choice
+from penstock.config.checks import check_choice, read_dictionary
 from penstock.errors import ConfigError
 
+_OPTION = "kv_transfer_config"
+_EXAMPLE = {"kv_connector": "FolderConnector", "kv_connector_module_path": "folder_connector", "kv_role": "kv_both"}
 RECOMPUTE, FAIL = "recompute", "fail"
 _PRODUCER, _CONSUMER, _BOTH = "kv_producer", "kv_consumer", "kv_both"
 
@@ -50,18 +51,14 @@ class KVTransferConfig:
             raise ConfigError("kv_connector_extra_config of kv_transfer_config is not valid. Allowed: a dictionary.")
 
     @classmethod
+    def names(cls) -> list[str]:
+        """Names of the fields."""
+        return [one.name for one in fields(cls)]
+
+    @classmethod
     def of(cls, given: Any) -> KVTransferConfig:
-        """Read a dictionary. Raises ConfigError."""
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"kv_transfer_config={given!r} is not valid. Allowed: a dictionary, such as "
-                "{'kv_connector': 'FolderConnector', 'kv_connector_module_path': 'folder_connector', "
-                "'kv_role': 'kv_both'}."
-            )
-        names = [one.name for one in fields(cls)]
-        unknown = next((name for name in given if name not in names), None)
-        if unknown is not None:
-            raise ConfigError(f"kv_transfer_config has {unknown!r}. Allowed: {', '.join(names)}.")
+        """Read a dictionary, or one as JSON. Raises ConfigError."""
+        given = read_dictionary(_OPTION, given, cls.names(), _EXAMPLE)
         missing = next((name for name in ("kv_connector", "kv_role") if given.get(name) is None), None)
         if missing is not None:
             raise ConfigError(f"kv_transfer_config has no {missing!r}. Give it.")
@@ -97,12 +94,8 @@ class KVConnectorConfig:
 
     def __post_init__(self) -> None:
         given = self.kv_transfer_config
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ConfigError(f"kv_transfer_config={given!r} is not JSON: {error}.") from error
         if given is not None:
+            given = read_dictionary(_OPTION, given, KVTransferConfig.names(), _EXAMPLE)
             KVTransferConfig.of(given)
             # The scheduler's side and all ranks have one name.
             given = {**given, "engine_id": given.get("engine_id") or secrets.token_hex(16)}

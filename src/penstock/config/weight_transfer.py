@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from penstock.config.checks import check_choice
+from penstock.config.checks import check_choice, read_dictionary
 from penstock.errors import ConfigError
 
 BACKENDS = ("gloo", "nccl", "ipc", "files")
@@ -30,21 +29,10 @@ class WeightTransferConfig:
 
     def __post_init__(self) -> None:
         given = self.weight_transfer_config
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except ValueError as error:
-                raise ConfigError(f"weight_transfer_config={given!r} is not JSON: {error}.") from error
-            object.__setattr__(self, "weight_transfer_config", given)
         if given is None:
             return
-        if not isinstance(given, Mapping):
-            raise ConfigError(
-                f"weight_transfer_config={given!r} is not valid. Allowed: a dictionary, such as {{'backend': 'gloo'}}."
-            )
-        unknown = next((name for name in given if name not in _FIELDS), None)
-        if unknown is not None:
-            raise ConfigError(f"weight_transfer_config has {unknown!r}. Allowed: {', '.join(_FIELDS)}.")
+        given = read_dictionary("weight_transfer_config", given, _FIELDS, {"backend": "gloo"})
+        object.__setattr__(self, "weight_transfer_config", given)
         check_choice("backend of weight_transfer_config", given.get("backend", "gloo"), BACKENDS)
         check_choice("recovery of weight_transfer_config", self.recovery, (KEEP, UNDEFINED))
         timeout_s = given.get("timeout_s", _DEFAULT_TIMEOUT_S)

@@ -38,6 +38,8 @@ _BUILT_IN = (
     "penstock.features.kv_transfer",
     "penstock.features.kv_tiers",
     "penstock.features.kv_connector",
+    # After those that keep blocks elsewhere, whose events it publishes.
+    "penstock.features.kv_events",
     # The last one: workers that replace lost ones sleep once the others have brought back their state.
     "penstock.features.sleep",
 )
