@@ -578,7 +578,7 @@ REFUSED = {
     "weights in host memory": [
         """
         from vllm import LLM
-        LLM(model="demo", cpu_offload_gb=10)
+        LLM(model="demo", offload_group_size=4)
         """,
     ],
     "which this model does not take": [

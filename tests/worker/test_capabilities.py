@@ -297,6 +297,7 @@ WAYS = {
     "EAGLE": Way(with_head, of_vocabulary_of_heads),
     "EAGLE-3": Way(with_head_on_layers, of_vocabulary_of_heads),
     "adaptive draft lengths": Way(drafting("ngram", prompt_lookup_max=2, adaptive=True)),
+    "weights in files": Way(lambda folder: {"weight_cache_dir": str(folder / "weights"), "cpu_offload_gb": 1}),
     "LoRA adapters": Way(for_adapters, attempt=with_adapters),
     "pooling": Way(always(**POOLING), attempt=pooled),
     "pooling of whole texts": Way(
@@ -329,6 +330,7 @@ SETS = (
     ("MTP",),
     ("EAGLE",),
     ("EAGLE-3",),
+    ("weights in files",),
     ("LoRA adapters",),
     ("pooling",),
     ("pooling of whole texts",),

@@ -17,6 +17,8 @@ SHARDED_STATE_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 TENSORIZER = "tensorizer"
 # Formats of weights as they are in memory.
 STATES = (SHARDED_STATE, TENSORIZER)
+# A pebibyte.
+_MOST_GIB = 1 << 20
 LOAD_FORMATS = ("auto", "safetensors", "pt", "gguf", *STATES, "dummy")
 
 
@@ -27,6 +29,9 @@ class LoadConfig:
     use_tqdm_on_load: show a progress bar when standard error is a terminal.
     weight_cache_dir: folder where quantised weights are kept as they are in memory, so that a later start with the same
         checkpoint, options and kernels reads them in place of quantising, packing and calibrating; None keeps none.
+    cpu_offload_gb: GiB of each worker's weights that stay in its file of `weight_cache_dir`, on a CPU: steps read them
+        from there, and the system drops them from memory as it needs. 0 takes what exceeds the memory, if
+        `weight_cache_dir` is given.
     model_loader_extra_config: options of one load format; "sharded_state" has `pattern`, for the names of its files,
         "tensorizer" has `tensorizer_uri`, with %03d for the rank of several.
     """
@@ -35,12 +40,28 @@ class LoadConfig:
     use_tqdm_on_load: bool = True
     model_loader_extra_config: Mapping[str, Any] | None = None
     weight_cache_dir: str | Path | None = None
+    cpu_offload_gb: float = 0
 
     def __post_init__(self) -> None:
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_flag("use_tqdm_on_load", self.use_tqdm_on_load)
         if self.weight_cache_dir is not None and not isinstance(self.weight_cache_dir, str | Path):
             raise ConfigError(f"weight_cache_dir={self.weight_cache_dir!r} is not valid. Allowed: a folder, or None.")
+        size = self.cpu_offload_gb
+        if not isinstance(size, int | float) or isinstance(size, bool) or not 0 <= size <= _MOST_GIB:
+            raise ConfigError(
+                f"cpu_offload_gb={size!r} is not valid. Allowed: a number of GiB from 0 to {_MOST_GIB:,}."
+            )
+        if self.cpu_offload_gb and self.weight_cache_dir is None:
+            raise ConfigError(
+                f"cpu_offload_gb={self.cpu_offload_gb!r} keeps weights in a file of weight_cache_dir, which is not "
+                "given. Name a folder on a fast disk."
+            )
+        if self.cpu_offload_gb and self.load_format in ("dummy", *STATES):
+            raise ConfigError(
+                f"cpu_offload_gb={self.cpu_offload_gb!r} is not valid with load_format={self.load_format!r}, whose "
+                "weights weight_cache_dir does not keep. Load the checkpoint that they were made from."
+            )
         extra = self.model_loader_extra_config
         if extra is None:
             return
@@ -56,6 +77,11 @@ class LoadConfig:
         check_sharded_state_pattern(self.sharded_state_pattern)
         if not isinstance(self.tensorizer_uri, str | None):
             raise ConfigError(f"tensorizer_uri={self.tensorizer_uri!r} is not valid. Allowed: a path or an address.")
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of a worker's weights that are asked to stay in a file."""
+        return int(self.cpu_offload_gb * 2**30)
 
     @property
     def tensorizer_uri(self) -> str | None:

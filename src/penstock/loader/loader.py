@@ -261,7 +261,8 @@ def restore(
     tensors = dict(scales.take(state.tensors.items()))
     with standing_for(kind) if device == META else torch.no_grad():
         layers = PackedLayers(model, state, kind, layouts)
-        materialise(model, device, dtype, weights_dtype, layers.late, None if memory is None else memory.parameter)
+        given = state.place if memory is None else memory.parameter
+        materialise(model, device, dtype, weights_dtype, layers.late, given)
         _set_options(model, model_config, has_float_products=False)
         layers.fill(tensors, device, None if memory is None else memory.take)
     if tensors:
@@ -471,13 +472,13 @@ def materialise(
     dtype: torch.dtype,
     weights_dtype: torch.dtype | None = None,
     late: Container[int] = frozenset(),
-    given: Callable[[str, torch.dtype], Tensor] | None = None,
+    given: Callable[[str, torch.dtype], Tensor | None] | None = None,
 ) -> None:
     """Allocate uninitialised parameters of a model on the meta device, and move its buffers.
 
     Shared parameters stay shared. weights_dtype: storage dtype of the matrices of linear layers and embeddings, which
     compute in `dtype`. late: ids of parameters to skip. given: memory of a parameter or persistent buffer, by its name
-    and dtype, in place of a new one. Raises OutOfMemory.
+    and dtype, in place of a new one; None lets it have a new one. Raises OutOfMemory.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -491,13 +492,16 @@ def materialise(
                 continue
             if parameter not in made:
                 kept = narrow if narrow is not None and name == "weight" else dtype
-                empty = _empty(parameter.shape, kept, device) if given is None else given(f"{prefix}{name}", kept)
-                made[parameter] = nn.Parameter(empty, requires_grad=False)
+                memory = None if given is None else given(f"{prefix}{name}", kept)
+                if memory is None or memory.shape != parameter.shape:
+                    memory = _empty(parameter.shape, kept, device)
+                made[parameter] = nn.Parameter(memory, requires_grad=False)
             setattr(module, name, made[parameter])
         for name, buffer in list(module.named_buffers(recurse=False)):
             assert not buffer.is_meta, f"{type(module).__name__}.{name} has no value"
             is_stored = name not in module._non_persistent_buffers_set
-            setattr(module, name, given(f"{prefix}{name}", buffer.dtype) if given and is_stored else buffer.to(device))
+            memory = given(f"{prefix}{name}", buffer.dtype) if given is not None and is_stored else None
+            setattr(module, name, buffer.to(device) if memory is None else memory)
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import secrets
+import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.loader.headers import meta_tensor
 from penstock.loader.packed_header import HEADER, PackedHeader, checked_header, decode_object
 from penstock.loader.packed_state import PackedState
 from penstock.loader.safetensors import iterate_safetensors, opened, peek_safetensors
@@ -37,8 +41,10 @@ _DTYPES = {
     torch.int64: "I64",
     torch.bool: "BOOL",
 }
-# The header's length is a multiple of it, so that tensors are aligned in mapped files.
+# A cache line. The header's length is a multiple of it, so that tensors are aligned in mapped files.
 _ALIGNMENT = 64
+# MAP_NORESERVE: a private mapping may be larger than memory.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 UNFINISHED = ".tmp"
 
 
@@ -52,17 +58,49 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
     Several processes may write the same file: the last one's stays. Raises OSError.
     """
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}{UNFINISHED}")
     checksums = dict.fromkeys(tensors, 0)
+    with _unfinished(path) as file:
+        file.write(_file_header(tensors, metadata, checksums))
+        for name in _by_alignment(tensors):
+            data = _bytes_of(tensors[name])
+            checksums[name] = zlib.crc32(data)
+            file.write(data)
+        file.seek(0)
+        file.write(_file_header(tensors, metadata, checksums))
+
+
+@contextmanager
+def filling_file(
+    path: Path, forms: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> Iterator[Mapping[str, Tensor]]:
+    """Write a safetensors file as `write_tensors`, whose tensors the caller fills: zeros in the memory of the file.
+
+    forms: tensors of the same shapes and dtypes. The system writes pages to the disk while it needs their memory. The
+    space is reserved first. Raises OSError without enough; the file stays away after any error.
+    """
+    with _unfinished(path) as file:
+        header = _file_header(forms, metadata, dict.fromkeys(forms, 0))
+        size = len(header) + sum(tensor.numel() * tensor.element_size() for tensor in forms.values())
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size)
+        else:
+            file.truncate(size)
+        file.write(header)
+        file.flush()
+        tensors = map_tensors(file, is_shared=True)
+        yield tensors
+        checksums = {name: zlib.crc32(_bytes_of(tensor)) for name, tensor in tensors.items()}
+        file.seek(0)
+        file.write(_file_header(forms, metadata, checksums))
+
+
+@contextmanager
+def _unfinished(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that gets its name once it is complete and on disk."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}{UNFINISHED}")
     try:
-        with unfinished.open("wb") as file:
-            file.write(_file_header(tensors, metadata, checksums))
-            for name in _by_alignment(tensors):
-                data = _bytes_of(tensors[name])
-                checksums[name] = zlib.crc32(data)
-                file.write(data)
-            file.seek(0)
-            file.write(_file_header(tensors, metadata, checksums))
+        with unfinished.open("w+b") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
@@ -93,16 +131,62 @@ def read_header(files: WeightFiles) -> PackedHeader | None:
     return None if written is None else checked_header(path, decode_object(path, written))
 
 
-def read_state(files: WeightFiles, header: PackedHeader | None) -> PackedState:
-    """Read a packed state: tensors are views of mapped files. Raises CheckpointError for other bytes than written."""
-    tensors = dict(iterate_safetensors(files))
+def read_state(files: WeightFiles, header: PackedHeader | None, in_place_bytes: int = 0) -> PackedState:
+    """Read a packed state: tensors are views of mapped files. Raises CheckpointError for other bytes than written.
+
+    in_place_bytes: at most so many bytes of tensors are for a model to take as they are, so that their pages are read
+    when they are used, and the system drops them as it needs memory. All are in one file then.
+    """
+    if in_place_bytes:
+        with files.paths[0].open("rb") as mapped:
+            tensors = map_tensors(mapped, is_shared=False)
+    else:
+        tensors = dict(iterate_safetensors(files))
+    _check_sums(files, tensors)
+    return PackedState(header, tensors, _most_suitable(tensors, in_place_bytes))
+
+
+def _check_sums(files: WeightFiles, tensors: Mapping[str, Tensor]) -> None:
     for path in files.paths:
         with opened(path) as file:
             checksums: Mapping[str, str] = json.loads((file.metadata() or {}).get(_CHECKSUMS, "{}"))
         for name, checksum in checksums.items():
             if name in tensors and f"{zlib.crc32(_bytes_of(tensors[name])):08x}" != checksum:
                 raise damaged(path, f"the tensor {name} has other bytes than were written")
-    return PackedState(header, tensors)
+
+
+def _most_suitable(tensors: Mapping[str, Tensor], most_bytes: int) -> frozenset[str]:
+    """Choose tensors that may stay in a file, of so many bytes at most: those first of which a step reads least."""
+    chosen: set[str] = set()
+    for name in sorted(tensors, key=lambda name: (".method." in name, ".experts." not in name)):
+        tensor = tensors[name]
+        is_aligned = tensor.data_ptr() % _ALIGNMENT == 0 and tensor.nbytes >= mmap.PAGESIZE
+        if is_aligned and tensor.nbytes <= most_bytes:
+            chosen.add(name)
+            most_bytes -= tensor.nbytes
+    return frozenset(chosen)
+
+
+def map_tensors(file: BinaryIO, *, is_shared: bool) -> dict[str, Tensor]:
+    """Map a safetensors file whose header is known to be valid; return its tensors, which keep the mapping alive.
+
+    is_shared: what is written to the tensors goes to the file; else to memory of their own, which takes none before.
+    """
+    file.seek(0)
+    length = int.from_bytes(file.read(8), "little")
+    entries: Mapping[str, Any] = json.loads(file.read(length))
+    flags = mmap.MAP_SHARED if is_shared else mmap.MAP_PRIVATE | _NO_RESERVE
+    region = mmap.mmap(file.fileno(), 0, flags=flags)
+    tensors: dict[str, Tensor] = {}
+    for name, entry in entries.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            form = meta_tensor(name, entry["dtype"], entry["shape"])
+            tensors[name] = torch.empty(form.shape, dtype=form.dtype)
+            if end > begin:
+                flat = torch.frombuffer(region, dtype=form.dtype, count=form.numel(), offset=8 + length + begin)
+                tensors[name] = flat.view(form.shape)
+    return tensors
 
 
 def peek_state(files: WeightFiles, header: PackedHeader | None) -> PackedState:
@@ -133,8 +217,15 @@ def _file_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], che
 
 
 def _by_alignment(tensors: Mapping[str, Tensor]) -> Iterable[str]:
-    """Names in an order in which every tensor is aligned to its elements: wide ones first."""
-    return sorted(tensors, key=lambda name: -tensors[name].element_size())
+    """Names in an order in which every tensor is aligned to its elements, wide ones first, and those of whole cache
+    lines to these.
+    """
+
+    def key(name: str) -> tuple[bool, int]:
+        size = tensors[name].element_size()
+        return tensors[name].numel() * size % _ALIGNMENT != 0, -size
+
+    return sorted(tensors, key=key)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

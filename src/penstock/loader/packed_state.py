@@ -7,7 +7,7 @@ weights are repacked. Tensors have the paths of `layers.tensors_of`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
@@ -63,11 +63,18 @@ from penstock.models.registry import runs_through_transformers
 @dataclass(frozen=True, slots=True)
 class PackedState:
     """header: None of a sharded state of floats. tensors: by path; scales of an FP8 KV cache by the names of a sharded
-    state.
+    state. in_place: names of tensors whose memory a model takes as it is; it copies the others.
     """
 
     header: PackedHeader | None
     tensors: Mapping[str, Tensor]
+    in_place: Container[str] = frozenset()
+
+    def place(self, name: str, dtype: torch.dtype) -> Tensor | None:
+        """The memory that a parameter takes as it is; None for one that is copied."""
+        if name not in self.in_place or self.tensors[name].dtype is not dtype:
+            return None
+        return self.tensors[name]
 
     @classmethod
     def of(cls, model: CausalLM, config: ModelConfig, device: str, dtypes: tuple[str, str]) -> PackedState:
@@ -167,6 +174,7 @@ class PackedLayers:
         assert state.header is not None, "of packed weights"
         self._entries: Mapping[str, LayerEntry] = state.header.layers
         self._model, self._kind, self._layouts = model, kind, layouts
+        self._in_place = state.in_place
         check_layers(self._layers, self._entries)
         parameters = dict(model.named_parameters(remove_duplicate=False))
         stored = {id(parameters[name]) for name in state.tensors if name in parameters}
@@ -191,7 +199,8 @@ class PackedLayers:
                 stored = _taken(tensors, name)
                 if stored.shape != target.shape:
                     raise _of_other_shape(name, stored, target)
-                target.detach().copy_(stored)
+                if stored.data_ptr() != target.data_ptr():
+                    target.detach().copy_(stored)
         for name, layer in self._layers.items():
             entry = self._entries[name]
             if isinstance(entry, PackedEntry):
@@ -211,7 +220,7 @@ class PackedLayers:
         if self._layouts is not None:
             old, old_forms = form_of(entry, layer, stored, self._kind, self._layouts)
             stored = _repacked(old, method, layer, in_forms(name, stored, old_forms, device))
-        read = in_forms(name, stored, forms, device)
+        read = in_forms(name, stored, forms, device, self._in_place)
         if id(layer.weight) in self.late or layer.weight.is_meta:
             dtype = layer.compute_dtype or layer.weight.dtype
             layer.take_weight(torch.empty(0, dtype=dtype, device=device))
@@ -234,11 +243,15 @@ def form_of(
 
 
 def in_forms(
-    name: str, stored: Mapping[str, Tensor], forms: Mapping[str, Tensor], device: torch.device
+    name: str,
+    stored: Mapping[str, Tensor],
+    forms: Mapping[str, Tensor],
+    device: torch.device,
+    in_place: Container[str] = frozenset(),
 ) -> dict[str, Tensor]:
     """Copy the stored tensors of a layer's method into memory of their own, in these forms.
 
-    Raises CheckpointError for tensors in other forms.
+    in_place: paths of those that stay where they are. Raises CheckpointError for tensors in other forms.
     """
     read = {}
     if differing := sorted(stored.keys() ^ forms.keys()):
@@ -247,8 +260,12 @@ def in_forms(
             "damaged. Save them again."
         )
     for attribute, form in forms.items():
-        _check(f"{name}.method.{attribute}", stored[attribute], form)
-        read[attribute] = form if device == META else _in_memory(stored[attribute], form, device)
+        path, tensor = f"{name}.method.{attribute}", stored[attribute]
+        _check(path, tensor, form)
+        if device == META:
+            read[attribute] = form
+        else:
+            read[attribute] = _in_form(tensor if path in in_place else _in_memory(tensor, device), form)
     return read
 
 
@@ -361,13 +378,17 @@ def _check(path: str, stored: Tensor, form: Tensor) -> None:
         raise _of_other_shape(path, stored, form)
 
 
-def _in_memory(stored: Tensor, form: Tensor, device: torch.device) -> Tensor:
-    """Copy a stored tensor into memory of its own, in its form."""
+def _in_memory(stored: Tensor, device: torch.device) -> Tensor:
+    """Copy a stored tensor into memory of its own."""
     size = stored.numel() * stored.element_size()
     memory = weight_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
     memory.copy_(stored.contiguous().view(-1).view(torch.uint8))
-    whole = memory.view(stored.dtype).view(stored.shape)
-    return whole if stored.shape == form.shape else whole[:, : form.shape[1]]
+    return memory.view(stored.dtype).view(stored.shape)
+
+
+def _in_form(whole: Tensor, form: Tensor) -> Tensor:
+    """View a tensor of whole rows in its form."""
+    return whole if whole.shape == form.shape else whole[:, : form.shape[1]]
 
 
 def _of_other_shape(path: str, stored: Tensor, wanted: Tensor) -> CheckpointError:

@@ -140,6 +140,10 @@ def _torchrun(config: EngineConfig) -> str | None:
     return "distributed_executor_backend='external_launcher'" if is_given else None
 
 
+def _offload(config: EngineConfig) -> str | None:
+    return f"cpu_offload_gb={config.load.cpu_offload_gb!r}" if config.load.cpu_offload_gb else None
+
+
 TP = _size("TP", "tensor_parallel_size")
 PP = _size("PP", "pipeline_parallel_size")
 DCP = _size("DCP", "decode_context_parallel_size")
@@ -158,6 +162,7 @@ SINKS = Option(
 CALIBRATED = Option("int4 with GPTQ calibration", _calibration)
 CACHE_DTYPE = Option("KV cache of another dtype than the model's", _cache_dtype)
 FLOAT8_CACHE = Option("FP8 KV cache", _float8_cache)
+OFFLOAD = Option("weights in files", _offload)
 BATCH_INVARIANT = Option(
     "batch invariance", lambda config: "batch_invariant=True" if config.model.batch_invariant else None
 )
@@ -290,6 +295,17 @@ REFUSALS = (
         "there the KV cache has the model's dtype, or FP8",
         "Use kv_cache_dtype='auto' or 'fp8', or device='cpu'.",
         "cuda",
+    ),
+    Refusal(
+        (OFFLOAD,),
+        "weights are read from files by CPUs so far",
+        "Use quantization='int8' or 'int4', or device='cpu'.",
+        "cuda",
+    ),
+    Refusal(
+        (TRANSFORMERS, OFFLOAD),
+        "its layers are those of Transformers, which need their weights in memory",
+        "Leave cpu_offload_gb out.",
     ),
     Refusal((MOE_BACKEND,), "its experts have the C++ kernels alone", "Leave moe_backend out.", "cpu"),
     Refusal(

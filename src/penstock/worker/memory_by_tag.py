@@ -22,6 +22,8 @@ class _Weights(Protocol):
     @property
     def drafter(self) -> nn.Module | None: ...
 
+    def is_mapped(self, tensor: Tensor) -> bool: ...
+
 
 class _Features(Protocol):
     def tensors(self, tag: str) -> Sequence[Tensor]: ...
@@ -51,10 +53,14 @@ class MemoryOwner(Protocol):
 
 
 class TaggedTensors(NamedTuple):
-    """Tensors of a tag. kept: those whose content comes again from a backup. others: those whose content is lost."""
+    """Tensors of a tag. kept: those whose content comes again from a backup. others: those whose content is lost.
+
+    mapped: those that stay in a file, whose pages are read again when they are used.
+    """
 
     kept: list[Tensor]
     others: list[Tensor]
+    mapped: list[Tensor]
 
 
 class MemoryByTag:
@@ -75,12 +81,14 @@ class MemoryByTag:
 
     def tensors(self, tag: str, *, keeps_weights: bool = True) -> TaggedTensors:
         """Tensors of a tag. keeps_weights: whether the model's weights come again, or are sent by the caller."""
-        found = TaggedTensors([], [])
+        found = TaggedTensors([], [], [])
         if tag == WEIGHTS:
             weights = self._worker.weights
             for one in tensors_of(weights.model):
                 # Tables that the configuration determines do not come with weights that are sent.
-                (found.kept if keeps_weights or not one.is_weight else found.others).append(one.tensor)
+                is_kept = keeps_weights or not one.is_weight
+                kind = found.mapped if weights.is_mapped(one.tensor) else found.kept if is_kept else found.others
+                kind.append(one.tensor)
             if weights.drafter is not None:
                 found.kept.extend(one.tensor for one in tensors_of(weights.drafter))
         elif tag == KV_CACHE:

@@ -37,13 +37,15 @@ class MemoryTerm:
     """Part of a rank's memory beside its KV cache.
 
     name: of the term in data. why: what takes it, as a line of the table. is_temporary: whether steps allocate and free
-    it, so that the C library may hold back as much again.
+    it, so that the C library may hold back as much again. is_mapped: whether it is the content of a file, whose pages
+    the system drops as it needs memory.
     """
 
     name: str
     size_bytes: int
     why: str
     is_temporary: bool = False
+    is_mapped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,8 @@ class MemoryPlan:
 
     @property
     def without_kv_cache(self) -> int:
-        """Memory of the engine without its KV cache."""
-        return sum(term.size_bytes for term in self.terms)
+        """Memory of the engine without its KV cache, and without what stays in a file."""
+        return sum(term.size_bytes for term in self.terms if not term.is_mapped)
 
     @property
     def kv_cache_bytes(self) -> int:
@@ -126,7 +128,11 @@ class MemoryPlan:
             ("memory that this process may use", self.total),
             ("free when it started", self.free_at_start),
             (f"budget ({budget})", self.budget),
-            *((f"- {term.why}", term.size_bytes) for term in self.terms if term.size_bytes),
+            *(
+                (term.why if term.is_mapped else f"- {term.why}", term.size_bytes)
+                for term in self.terms
+                if term.size_bytes
+            ),
             ("= left for the KV cache", self.left_for_kv_cache),
         ]
         if self.requested_kv_cache is not None:
@@ -168,6 +174,34 @@ def affordable_fraction(asked: float | None, device: str, *, total: int, availab
         )
         return default, True
     return asked, False
+
+
+def most_for_weights(memory_fraction: float | None, total: int, free: int, held: int) -> int:
+    """Bytes beyond which weights exceed the memory of an engine. free: at its start. held: by its process then."""
+    most = int(_SHARE_OF_FREE * free)
+    return most if memory_fraction is None else min(most, int(memory_fraction * total) - held)
+
+
+def offloaded_bytes(asked: int, weights: int, most: int) -> int:
+    """Bytes of weights that stay in a file: those asked for, else all that exceeds half of the memory, if they do not
+    fit; the other half is for the KV cache, and for pages of the file.
+
+    most: `most_for_weights`.
+    """
+    if asked:
+        return min(asked, weights)
+    return weights - max(0, most) // 2 if weights > most else 0
+
+
+def split_offloaded(terms: Iterable[MemoryTerm], offloaded: int) -> tuple[MemoryTerm, ...]:
+    """Return terms in which so many bytes of the weights stay in a file."""
+    terms = tuple(terms)
+    if not offloaded:
+        return terms
+    weights, encoder = bytes_of(terms, "weights"), bytes_of(terms, "encoder_weights")
+    mapped = MemoryTerm("mapped_weights", offloaded, "(weights that stay in a file)", is_mapped=True)
+    terms = with_size(terms, "weights", max(0, weights - offloaded))
+    return (*with_size(terms, "encoder_weights", min(encoder, weights + encoder - offloaded)), mapped)
 
 
 def check_plan(plan: MemoryPlan, saved_by_int8: int = 0) -> None:

@@ -22,13 +22,17 @@ from penstock.worker.memory_plan import (
     affordable_fraction,
     bytes_of,
     check_plan,
+    most_for_weights,
+    offloaded_bytes,
     resident_terms,
     saved_by_int8_weights,
+    split_offloaded,
     with_size,
 )
 from penstock.worker.profile import measure_logits_processors, measure_step, terms_of_model
 from penstock.worker.split_contexts import split_context_bytes
 from penstock.worker.unloaded_model import NotOnMeta, measure_unloaded
+from penstock.worker.weight_cache import check_offload, may_offload
 from penstock.worker.weights import Weights
 
 logger = logging.getLogger(__name__)
@@ -46,18 +50,24 @@ def make_plan(
     num_threads: int,
     logits_processors: int,
     library_bytes: int = 0,
+    offloaded: int | None = None,
 ) -> MemoryPlan:
     """Plan the memory. kind: of the device. memory: before the model was loaded. tensors: `terms_of_model`.
 
     specs: KV cache spec by layer. num_heads: maximum query heads of a layer. logits_processors: bytes of custom ones.
-    library_bytes: memory of libraries, where it was measured.
+    library_bytes: memory of libraries, where it was measured. offloaded: bytes of weights that stay in a file; None
+    plans them. Raises UnsupportedArgument where they cannot.
     """
+    check_offload(config.load)
     split_contexts = split_context_bytes(
         specs.values(), num_heads, max_model_len=limits.max_model_len, num_threads=num_threads, device=kind
     )
     fraction, is_default = affordable_fraction(
         config.cache.memory_fraction, kind, total=memory.total, available=memory.free + memory.used_by_process
     )
+    if offloaded is None:
+        offloaded = _planned_offload(config, kind, memory, bytes_of(tensors, "weights"))
+    tensors = split_offloaded(tensors, offloaded)
     terms = (
         MemoryTerm("process", memory.used_by_process, "held before loading"),
         *resident_terms(tensors, kind, split_contexts, library_bytes),
@@ -72,6 +82,14 @@ def make_plan(
         is_default_fraction=is_default,
         usual_fraction=USUAL_MEMORY_FRACTION[kind] if config.cache.memory_fraction is None else 1.0,
     )
+
+
+def _planned_offload(config: EngineConfig, kind: str, memory: MemorySnapshot, weights: int) -> int:
+    """Bytes of weights that would stay in a file."""
+    if not may_offload(config.model, config.load, kind):
+        return 0
+    most = most_for_weights(config.cache.memory_fraction, memory.total, memory.free, memory.used_by_process)
+    return offloaded_bytes(config.load.offloaded_bytes, weights, most)
 
 
 def plan_memory(
@@ -112,6 +130,7 @@ def plan_memory(
         num_threads=torch.get_num_threads(),
         logits_processors=measure_logits_processors(config.sampling, device, limits),
         library_bytes=library_bytes,
+        offloaded=weights.mapped_bytes,
     )
     for line in ["Memory plan:", *plan.table().splitlines()]:
         logger.debug("%s", line)

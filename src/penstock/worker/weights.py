@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from penstock.attention import CacheLayer, LayerAttention
 from penstock.checkpoints.quantized_checkpoint import read_quantized_checkpoint
@@ -22,6 +22,7 @@ from penstock.device import Device, DtypeChoice
 from penstock.errors import OutOfMemory, UnsupportedFeature
 from penstock.layers.linear import describe_narrow_products, weights_size_bytes
 from penstock.layers.norm import has_shifted_weights
+from penstock.layers.tensors_of import tensors_of
 from penstock.loader.gguf.tensors import find_gguf
 from penstock.loader.live_memory import LiveMemory
 from penstock.loader.loader import build_model, load_model, load_without_memory
@@ -55,6 +56,8 @@ class Weights:
 
     have_moved = False
     is_being_replaced = False
+    # Addresses of the file of the weight cache in which weights stay.
+    _mapped = range(0)
 
     def __init__(self, config: EngineConfig, parallel: ParallelState, device: Device, dtype: DtypeChoice) -> None:
         self._parallel = parallel
@@ -62,13 +65,7 @@ class Weights:
         self._dtype = dtype
         self._config = config
         with device.loading_weights():
-            keeps_inputs = keeps_layer_inputs(config)
-
-            def load() -> CausalLM:
-                return load_for_device(config.model, config.load, parallel, device, dtype, keeps_inputs=keeps_inputs)
-
-            cache = WeightCache(config.model, config.load, parallel, device, dtype)
-            self.model: nn.Module = cache.load(load, keeps_inputs=keeps_inputs)
+            self.model: nn.Module = self._load_cached(config.model, config.load)
             self.drafter: CausalLM | None = load_drafter(config, self.model, parallel, device, dtype)
         choose_state_dtypes(self.model, *config.cache.state_dtypes)
         self._kv_cache_dtype = choose_kv_cache_dtype(
@@ -81,6 +78,14 @@ class Weights:
             self.drafter,
             aux_layers_of_head(config, self.model, parallel),
         )
+        if self._mapped:
+            logger.warning(
+                "Weights: %s of %s stay in a file of weight_cache_dir=%s, mapped. Every step reads from the disk what "
+                "the system has dropped of them, so that steps may take as long as reading all of them",
+                format_bytes(self.mapped_bytes),
+                format_bytes(self.size_bytes),
+                config.load.weight_cache_dir,
+            )
         logger.info(
             "Model: %s, %s of weights, computed in %s",
             config.model.architecture,
@@ -135,6 +140,28 @@ class Weights:
     def size_bytes(self) -> int:
         return sum(weights_size_bytes(model) for model in (self.model, self.drafter) if model is not None)
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of weights that stay in a file, mapped."""
+        return sum(one.num_bytes for one in tensors_of(self.model) if self.is_mapped(one.tensor))
+
+    def is_mapped(self, tensor: Tensor) -> bool:
+        """Whether a tensor of the model stays in a file."""
+        return bool(self._mapped) and not tensor.is_mkldnn and tensor.data_ptr() in self._mapped
+
+    def _load_cached(self, model: ModelConfig, load: LoadConfig) -> CausalLM:
+        """Load a model by the weight cache."""
+        keeps_inputs = keeps_layer_inputs(self._config)
+
+        def load_all() -> CausalLM:
+            return load_for_device(model, load, self._parallel, self._device, self._dtype, keeps_inputs=keeps_inputs)
+
+        fraction = self._config.cache.memory_fraction
+        cache = WeightCache(model, load, self._parallel, self._device, self._dtype, fraction)
+        loaded = cache.load(load_all, keeps_inputs=keeps_inputs)
+        self._mapped = cache.mapped
+        return loaded
+
     def begin_update(
         self, current: EngineConfig, is_checkpoint_format: bool, is_atomic: bool | None
     ) -> tuple[WeightUpdate, bool]:
@@ -143,8 +170,15 @@ class Weights:
         is_checkpoint_format: tensors have the names of a checkpoint, else those of `save_sharded_state`. is_atomic:
         the old weights stay until the new ones are complete, which takes their memory once more; None only where
         loading in place cannot be.
-        Raises OutOfMemory without memory for it, UnsupportedFeature for weights that come from files alone.
+        Raises OutOfMemory without memory for it, UnsupportedFeature for weights that come from files alone, or stay
+        in one.
         """
+        if self._mapped:
+            raise UnsupportedFeature(
+                f"{format_bytes(self.mapped_bytes)} of weights stay in a file of weight_cache_dir, and tensors of a "
+                "caller would need memory. Call reload_weights with a folder of the new weights, or start the engine "
+                "with cpu_offload_gb=0 and more memory."
+            )
         load_format = "auto" if is_checkpoint_format else SHARDED_STATE
         load_config = replace(current.load, load_format=load_format, use_tqdm_on_load=False)
         if is_checkpoint_format and find_gguf(current.model.folder, load_config) is not None:
@@ -209,6 +243,8 @@ class Weights:
         why = "its config.json has other fields" if has_constants else self._why_not_in_place(new.model, new.load)
         with self._device.loading_weights():
             try:
+                if self._mapped:
+                    return self._load_cached(new.model, new.load)
                 if is_atomic or why is not None:
                     self._check_free_memory(new.model, why)
                     return load_for_device(
@@ -278,7 +314,8 @@ class Weights:
         """See `Worker.save_sharded_state`. current: of the model, whose files rank 0 copies."""
         folder = Path(path).expanduser()
         packed = None
-        if is_quantized_model(self.model) or read_quantized_checkpoint(current.hf_config, current.model) is not None:
+        is_packed = is_quantized_model(self.model) or bool(self._mapped)
+        if is_packed or read_quantized_checkpoint(current.hf_config, current.model) is not None:
             packed = self._packed_state(current)
         with torch.no_grad():
             written = save_sharded_state(

@@ -321,8 +321,8 @@ def test_neighbours_of_the_option_are_understood_or_refused(tmp_path: Path) -> N
     make_core(tmp_path, kv_offloading_size=0.01, kv_offloading_backend="native", cpu_offload_gb=0).close()
     with pytest.raises(UnsupportedArgument, match="backend='lmcache' asks for KV cache blocks in LMCache"):
         make_core(tmp_path, kv_offloading_backend="lmcache")
-    with pytest.raises(UnsupportedArgument, match="cpu_offload_gb=4 asks for weights in host memory"):
-        make_core(tmp_path, cpu_offload_gb=4)
+    with pytest.raises(UnsupportedArgument, match="offload_group_size=4 asks for weights in host memory"):
+        make_core(tmp_path, offload_group_size=4)
 
 
 def test_prefixes_are_saved_in_folders_alone() -> None:

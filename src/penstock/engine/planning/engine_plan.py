@@ -104,7 +104,7 @@ class EnginePlan:
     @property
     def weights(self) -> int:
         """Bytes of all stages' weights."""
-        return sum(stage.memory["weights"] for stage in self.stages)
+        return sum(stage.memory["weights"] + stage.memory["mapped_weights"] for stage in self.stages)
 
     @property
     def lookup_bytes(self) -> int:

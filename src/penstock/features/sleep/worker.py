@@ -80,10 +80,12 @@ class SleepWorker(WorkerFeature):
         while self._reserved:
             tag, backup = self._reserved.popitem()
             self._memory.before_release(tag)
-            kept, others = self._memory.tensors(tag, keeps_weights=level == 1)
+            kept, others, mapped = self._memory.tensors(tag, keeps_weights=level == 1)
             tensors = [*kept, *others]
-            freed[tag] = self._device.release(tensors)
-            self._asleep[tag] = _Asleep(tensors, backup, freed[tag], level == 1)
+            size = self._device.release(tensors)
+            self._asleep[tag] = _Asleep(tensors, backup, size, level == 1)
+            # They need no free memory to come again.
+            freed[tag] = size + self._device.release(mapped)
         self._device.return_unused_memory()
         logger.info("Asleep: %s given back", ", ".join(f"{format_bytes(size)} of {tag}" for tag, size in freed.items()))
         return freed
