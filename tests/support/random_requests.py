@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.contract import SamplingParams
 from penstock.engine.core.engine_core import EngineCore
@@ -17,10 +17,12 @@ def run_at_random(
     params: SamplingParams,
     expected: Sequence[Sequence[int]],
     choose: random.Random,
+    disturb: Callable[[], object] = lambda: None,
 ) -> None:
     """Run requests that come and are aborted at random, with resets of the prefix cache in between.
 
     expected: tokens of the prompts. Those that are not aborted have them, and all blocks have their holders.
+    disturb: called before each step.
     """
     order, results, aborted = choose.sample(range(len(prompts)), len(prompts)), dict[str, Result](), set[str]()
 
@@ -40,6 +42,7 @@ def run_at_random(
             take(core.abort_requests([choose.choice(sorted(aborted))]))
         if choose.random() < 0.02:
             core.reset_prefix_cache(reset_running_requests=choose.random() < 0.5)
+        disturb()
         take(core.step())
         core.scheduler.kv_cache.check_integrity()
         core.wait_for_work()
