@@ -25,11 +25,12 @@ from penstock.features.kv_files.files import ABOUT
 from penstock.server.http import prefill_first
 from penstock.server.http.prefill_first import PrefillFirst
 from penstock.server.options import ServerOptions
+from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.start_checks import check_start
 from support.servers import Served, serving
 
 PLAY = "ROMEO:\n" + "What light through yonder window breaks? It is the east. " * 12
-TEMPLATE = "{{ messages[0].content }}"
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 OPTIONS: dict[str, Any] = {"max_model_len": 1024, "kv_cache_memory_bytes": "32MiB", "enable_multiprocessing": True}
 
 
@@ -83,6 +84,17 @@ def test_prompts_are_computed_by_the_one_and_continued_by_the_other(tmp_path: Pa
         assert usage["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] - 17 > 100
         found = answers.post("/v1/chat/completions", {**chat, "n": 2, "seed": 1}).json["choices"]
         assert [one["message"]["content"] for one in found] == [one["message"]["content"] for one in of_chat]
+        # A response, and one that goes on with it; the server of prompts keeps neither.
+        blocks = num_blocks(tmp_path / "prompts")
+        given = {"model": "demo", "max_output_tokens": 8, "temperature": 0, "input": "KING:\n" + PLAY}
+        one = answers.post("/v1/responses", given).json
+        assert one["usage"]["input_tokens_details"]["cached_tokens"] > 100
+        assert num_blocks(tmp_path / "prompts") > blocks
+        blocks = num_blocks(tmp_path / "prompts")
+        two = answers.post("/v1/responses", {**given, "input": PLAY, "previous_response_id": one["id"]})
+        assert two.status == 200, two.body
+        assert num_blocks(tmp_path / "prompts") > blocks
+        assert prompts.request("GET", f"/v1/responses/{one['id']}").status == 404
         # Short ones are computed at once, and bad ones refused with the reason.
         before = num_blocks(tmp_path / "prompts")
         assert before > 5
@@ -222,6 +234,28 @@ def test_requests_go_on_whatever_the_server_of_prompts_does(
     assert ("has answered with status 400" in caplog.text) is refuses
 
 
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response that has an answer, and one that runs."""
+    store = ResponseStore(ServerOptions(served_model_name=("demo",)))
+    for number, status in ((1, "completed"), (2, "in_progress")):
+        store.put(StoredResponse({"id": f"resp_{number:032x}", "status": status, "output": [ANSWER]}, [QUESTION]))
+    monkeypatch.setattr(APPLICATION.state, "response_store", store, raising=False)
+
+
+QUESTION = {"type": "message", "role": "user", "content": "first"}
+ANSWER = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "second"}]}
+
+
+def test_what_a_response_goes_on_with_is_part_of_the_prompt(stored: None) -> None:
+    body = json.dumps({"input": "third", "previous_response_id": f"resp_{1:032x}"}).encode()
+    found = asyncio.run(prefill_first._prompt_alone(body, "/v1/responses", APPLICATION.state))
+    assert found is not None
+    first, second, third = json.loads(found)["input"]
+    assert (first, second) == (QUESTION, ANSWER)
+    assert (third["role"], third["content"][0]["text"]) == ("user", "third")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "expected"),
     [
@@ -236,10 +270,20 @@ def test_requests_go_on_whatever_the_server_of_prompts_does(
             {"token_ids": [1], "sampling_params": {"max_tokens": 1, "seed": 1}, "stream": False},
         ),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, None),
+        (
+            "/v1/responses",
+            {"input": "x", "max_output_tokens": 5, "background": True, "text": {}, "stream": True, "instructions": "y"},
+            {"input": "x", "max_output_tokens": 1, "store": False, "stream": False, "instructions": "y"},
+        ),
+        ("/v1/responses", {"input": "x", "previous_response_id": 3}, None),
+        ("/v1/responses", {"input": "x", "previous_response_id": f"resp_{0:032x}"}, None),
+        ("/v1/responses", {"input": 3, "previous_response_id": f"resp_{1:032x}"}, None),
+        ("/v1/responses", {"input": [3], "previous_response_id": f"resp_{1:032x}"}, None),
+        ("/v1/responses", {"input": "x", "previous_response_id": f"resp_{2:032x}"}, None),
         ("/v1/completions", [1], None),
     ],
 )
-def test_the_prompt_is_asked_for_alone(path: str, body: Any, expected: Any) -> None:
+def test_the_prompt_is_asked_for_alone(path: str, body: Any, expected: Any, stored: None) -> None:
     found = asyncio.run(prefill_first._prompt_alone(json.dumps(body).encode(), path, APPLICATION.state))
     assert (None if found is None else json.loads(found)) == expected
 

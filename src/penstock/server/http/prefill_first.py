@@ -17,18 +17,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.errors import PenstockError
 from penstock.server.http.body import decoded
 from penstock.server.http.errors import ApiError
+from penstock.server.responses.items import input_items
 
 logger = logging.getLogger(__name__)
 # Names of the limit of new tokens, by route. Those of tokens are in a field of their own.
-_TOKENS = "/inference/v1/generate"
+_TOKENS, _RESPONSES = "/inference/v1/generate", "/v1/responses"
 _LIMITS = {
     "/v1/completions": ("max_tokens",),
     "/v1/chat/completions": ("max_completion_tokens", "max_tokens"),
     "/v1/messages": ("max_tokens",),
+    _RESPONSES: ("max_output_tokens",),
     _TOKENS: ("max_tokens",),
 }
 # Fields of answers, which the other server need not know.
-_OF_ANSWERS = ("n", "stream_options", "logprobs", "top_logprobs", "best_of", "response_format", "store", "min_tokens")
+_OF_ANSWERS = (
+    *("n", "stream_options", "logprobs", "top_logprobs", "best_of", "response_format", "store", "min_tokens"),
+    *("background", "include", "metadata", "text"),
+)
 _HEADERS = ("authorization", "x-api-key", "content-type")
 # Header of the requests that are sent, which no server sends on.
 _MARK = "x-penstock-prefill"
@@ -133,17 +138,17 @@ class PrefillFirst:
 async def _prompt_alone(body: bytes, path: str, state: State) -> bytes | None:
     """The request for one token; None for what its route refuses, or needs no other server.
 
-    state: of the application, with the limits of requests.
+    state: of the application, with the limits of requests and the stored responses.
     """
     try:
         request: Any = await decoded(body, state)
         # A long body takes a while.
-        return await asyncio.to_thread(_for_one_token, request, path)
+        return await asyncio.to_thread(_for_one_token, request, path, state)
     except (ValueError, RecursionError, PenstockError, ApiError):
         return None
 
 
-def _for_one_token(request: Any, path: str) -> bytes | None:
+def _for_one_token(request: Any, path: str, state: State) -> bytes | None:
     if not isinstance(request, dict) or request.get("kv_transfer_params") is not None:
         return None
     limits = _LIMITS[path]
@@ -155,4 +160,15 @@ def _for_one_token(request: Any, path: str) -> bytes | None:
     if path == _TOKENS:
         one_token = {**request, "sampling_params": one_token}
         one_token.pop("stream_options", None)
+    if path == _RESPONSES:
+        # The other server has no responses to go on with, and keeps none.
+        before, given = one_token.pop("previous_response_id", None), one_token.get("input")
+        if before is not None:
+            stored = state.response_store.get(before) if isinstance(before, str) else None
+            if stored is None or stored.body["status"] not in ("completed", "incomplete"):
+                return None
+            if not isinstance(given, (str, list)):
+                return None
+            one_token["input"] = [*stored.conversation, *input_items(given)]
+        one_token["store"] = False
     return json.dumps({**one_token, "stream": False}).encode()
