@@ -44,6 +44,20 @@ def test_no_public_name_imports_torch_or_transformers(name: str) -> None:
     assert run_python(code) == "[]"
 
 
+@pytest.mark.parametrize(
+    "module",
+    [
+        "server.processes.launcher",
+        "server.processes.front_end",
+        "engine.processes.broker",
+        "engine.processes.child_main",
+    ],
+)
+def test_only_the_core_of_a_server_imports_torch(module: str) -> None:
+    code = f"import sys, penstock.{module}; print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    assert run_python(code) == "[]"
+
+
 @pytest.mark.slow
 def test_an_asynchronous_engine_has_imported_transformers_by_its_first_request() -> None:
     """The import would block the event loop for seconds in the first `get_tokenizer`; it runs while the core starts."""

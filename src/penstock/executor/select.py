@@ -7,11 +7,10 @@ from typing import cast
 
 from penstock.config import EngineConfig
 from penstock.executor.base import Executor
-from penstock.executor.recording.recorder import RecordingExecutor
 from penstock.observability.standard_streams import occupy_standard_descriptors
 from penstock.worker.capabilities import check_options
 
-# Imported on demand.
+# Imported on demand: processes that start a core import this module without torch.
 _EXECUTORS = {
     "uni": ("uni", "UniProcExecutor"),
     "mp": ("multiprocess", "MultiprocessExecutor"),
@@ -42,4 +41,5 @@ def create_executor(config: EngineConfig) -> Executor:
     executor = executor_type(config)
     if config.recording.record is None:
         return executor
-    return cast(Executor, RecordingExecutor(executor, config))
+    recorder = importlib.import_module("penstock.executor.recording.recorder")
+    return cast(Executor, recorder.RecordingExecutor(executor, config))
