@@ -22,12 +22,18 @@ def test_a_feature_that_is_on_shows_shares_and_bytes() -> None:
         external_prefix_cache_hits=30,
         kv_host_queries=0,
         kv_host_hits=0,
+        kv_folder_queries=40,
+        kv_folder_hits=10,
+        kv_peer_queries=40,
+        kv_peer_hits=20,
         kv_host_loaded_bytes=0,
         kv_tier_loaded_bytes=1024,
         kv_tier_folder_bytes=2048.0,
     )
     assert shown == {
         "external hits": LiveFigure("external hits", 30, of=40),
+        "folder hits": LiveFigure("folder hits", 10, of=40),
+        "peer hits": LiveFigure("peer hits", 20, of=40),
         "from folder": LiveFigure("from folder", 1024, unit="bytes"),
         "folder": LiveFigure("folder", 2048.0, unit="bytes"),
     }

@@ -108,11 +108,18 @@ def test_an_engine_copies_what_another_one_has_computed(
         assert same(found, expected)
         assert count(two, "kv_tier_copied_bytes") > 0
         assert count(two, "external_prefix_cache_hits") == sum(result.num_cached_tokens for result in found) > 100
+        assert count(two, "kv_peer_hits") == count(two, "external_prefix_cache_hits")
+        assert count(two, "kv_peer_queries") == count(two, "external_prefix_cache_queries")
         two.scheduler.kv_cache.check_integrity()
-        copied = count(two, "kv_tier_copied_bytes")
+        copied, num_hits = count(two, "kv_tier_copied_bytes"), count(two, "kv_peer_hits")
         assert two.reset_prefix_cache()
+        monkeypatch.undo()
         answers(two)
         assert count(two, "kv_tier_copied_bytes") == copied
+        # What was copied once is in the folder.
+        assert count(two, "kv_peer_hits") == num_hits
+        assert count(two, "kv_folder_hits") == count(two, "external_prefix_cache_hits") - num_hits > 100
+        assert count(two, "kv_host_queries") == 0
 
 
 def test_a_peer_that_ends_is_paused_and_its_blocks_are_computed(

@@ -137,11 +137,16 @@ def test_blocks_go_on_to_the_folder_and_come_from_the_first_tier_that_has_them(t
         hits = counter(core, "external_prefix_cache_hits")
         assert counter(core, "kv_tier_loaded_bytes") > 0
         assert counter(core, "kv_host_hits") == 0
+        assert counter(core, "kv_folder_hits") == hits
         # What came from the folder is in host memory from then on.
         finish_saves(core)
         assert core.reset_prefix_cache()
         assert same(answers(core), expected)
         assert counter(core, "kv_host_hits") == hits > 100
+        assert counter(core, "kv_folder_hits") == hits
+        assert counter(core, "kv_peer_queries") == counter(core, "kv_peer_hits") == 0
+        queries = counter(core, "external_prefix_cache_queries")
+        assert counter(core, "kv_host_queries") == counter(core, "kv_folder_queries") == queries
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))])

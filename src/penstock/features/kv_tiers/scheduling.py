@@ -35,6 +35,8 @@ from penstock.scheduler.services import SchedulerServices
 logger = logging.getLogger(__name__)
 # Reason for which a request waits.
 _LOAD = "blocks from outside of the KV cache"
+# Counters of tokens by where they came from, the farthest place of all blocks of a hit.
+_HITS = ("kv_host_hits", "kv_folder_hits", "kv_peer_hits")
 # Block id of a block that is not in the KV cache.
 _ELSEWHERE = -1
 # Interval at which a core with requests begins saves, and asks for the results.
@@ -52,7 +54,7 @@ _LONGEST_END_S = 30.0
 class _Load:
     """Blocks that are loaded together, those of one request's hit. Others may wait for them too.
 
-    request: whose hit it is; it may have ended.
+    request: whose hit it is; it may have ended. source: counter of its tokens, by its number in `_HITS`.
     num_tokens: of the hit, beyond what was there. num_bytes: of its blocks on one rank, by source. held: blocks of the
     hit that were there before, with their groups.
     blocks: (block, key, position among blocks) by move. host_blocks: those that are read, by move.
@@ -70,6 +72,7 @@ class _Load:
     req_ids: list[str] = field(default_factory=list)
     pending: dict[int, int] = field(default_factory=dict)
     failed: set[int] = field(default_factory=set)
+    source: int = 0
     is_unwanted: bool = False
     begun: float = math.inf
     ended: float = -math.inf
@@ -108,6 +111,9 @@ class TierScheduling(SchedulerFeature, CacheWatcher):
         self._kv_cache.watch(self)
         self._copies = None if folder is None else Copies(services, self)
         self._proxies = Proxies(config)
+        has = {"host": self._places.has_host, "folder": folder is not None, "peer": bool(config.kv_tiers.kv_peers)}
+        of_places = (f"kv_{place}_queries" for place, is_there in has.items() if is_there)
+        self._queries = ("external_prefix_cache_queries", *of_places)
 
     # Loads.
 
@@ -130,8 +136,8 @@ class TierScheduling(SchedulerFeature, CacheWatcher):
         hit = self._kv_cache.find_with(request, self._find)
         num_tokens = hit.num_tokens - local.num_tokens
         num_queried = request.num_tokens - local.num_tokens if is_first else 0
-        self._counts["external_prefix_cache_queries"] += num_queried
-        self._counts["kv_host_queries"] += num_queried if self._places.has_host else 0
+        for count in self._queries:
+            self._counts[count] += num_queried
         if num_tokens <= 0:
             return None
         keys = (block.key for blocks in hit.blocks for block in blocks if block.block_id == _ELSEWHERE)
@@ -234,6 +240,9 @@ class TierScheduling(SchedulerFeature, CacheWatcher):
                 self._places.host.use(host_block)
                 load.host_blocks[move_id] = host_block
             self._loads[move_id] = self._loading[key] = load
+        was_copied = self._copies is not None and self._copies.has_served(request)
+        is_of_folder = len(load.host_blocks) < len(load.blocks)
+        load.source = max(2 * was_copied, is_of_folder, *(one.source for one in waits_for))
         waits_for.add(load)
         if not load.blocks:
             self._end_load(load)
@@ -260,7 +269,7 @@ class TierScheduling(SchedulerFeature, CacheWatcher):
             return
         num_tokens = 0 if load.is_unwanted else load.num_tokens
         self._counts["external_prefix_cache_hits"] += num_tokens
-        self._counts["kv_host_hits"] += num_tokens if 0 < len(load.host_blocks) == len(load.blocks) else 0
+        self._counts[_HITS[load.source]] += num_tokens
         if load.ended > load.begun:
             self._choice.note_load(load.num_bytes, load.ended - load.begun)
 
