@@ -227,12 +227,14 @@ def feature_of_part(name: str) -> Feature | None:
 
 
 def counters_of_features() -> dict[str, str]:
-    """Descriptions of the counters of all registered features, by name."""
+    """Descriptions of the counters of all registered features, and of those that come with the engine, by name."""
+    register_built_in_features()
     return {name: text for feature in _registered.values() for name, text in feature.counters.items()}
 
 
 def gauges_of_features() -> dict[str, str]:
-    """Descriptions of the gauges of all registered features, by name."""
+    """Descriptions of the gauges of all registered features, and of those that come with the engine, by name."""
+    register_built_in_features()
     return {name: text for feature in _registered.values() for name, text in feature.gauges.items()}
 
 
