@@ -27,6 +27,7 @@ from penstock.loader.sharded_state import find_packed_state
 from penstock.loader.weight_source import WeightSource
 from penstock.models.attention_layers import cache_layers, choose_attention_arithmetic, kv_cache_specs
 from penstock.models.causal_lm import CausalLM
+from penstock.observability.progress_bar import progress_bar
 from penstock.observability.units import format_bytes
 from penstock.parallel import ParallelState
 from penstock.runner.dummy_runs import run_prompt
@@ -80,7 +81,7 @@ def load_for_device(
     model = load(replace(floats, cpu_arithmetic="float32") if texts.feeds_gptq else floats)
     begin = time.monotonic()
     logger.info("Quantized weights: calibrating %s, which takes a while", model_config.quantization)
-    calibration = _Calibration(model, texts, model_config, device, dtype)
+    calibration = _Calibration(model, texts, model_config, device, dtype, shows_bar=load_config.use_tqdm_on_load)
     with torch.no_grad():
         num_smoothed = 0 if keeps_inputs else calibration.smooth(parallel)
         passes = calibration.quantize(_max_gram_bytes(device, parallel))
@@ -125,9 +126,17 @@ class _Calibration:
     """Quantisation of a float model with calibration data."""
 
     def __init__(
-        self, model: CausalLM, texts: CalibrationTexts, config: ModelConfig, device: Device, dtype: DtypeChoice
+        self,
+        model: CausalLM,
+        texts: CalibrationTexts,
+        config: ModelConfig,
+        device: Device,
+        dtype: DtypeChoice,
+        *,
+        shows_bar: bool,
     ) -> None:
         self._model, self._texts, self._config, self._device, self._dtype = model, texts, config, device, dtype
+        self._shows_bar = shows_bar
         modules = [module for module in model.modules() if isinstance(module, LinearLayer)]
         self._layers = [layer for layer in modules if not layer.keeps_precision]
 
@@ -153,7 +162,7 @@ class _Calibration:
         assert self._config.quantization is not None, "a quantization to calibrate"
         if not self._texts.feeds_gptq:
             choose = choose_method(self._config.quantization)
-            for layer in self._layers:
+            for layer in _told(self._layers, "layers rounded", shows_bar=self._shows_bar):
                 _change_method(layer, choose(layer))
             return "rounded to nearest"
         num_times = num_nearest = 0
@@ -164,7 +173,7 @@ class _Calibration:
             ]
             with accumulate_grams(part, only_inputs_of=heads) as grams:
                 self._read(self._texts.token_ids, reaches_heads=bool(heads))
-            for layer in _told(part, "layers rounded"):
+            for layer in _told(part, "layers rounded", shows_bar=self._shows_bar):
                 gram = grams.pop(0)
                 # With fewer rows than features the Gram matrix is singular: GPTQ moves errors to directions without
                 # inputs, which is worse than rounding to nearest.
@@ -179,14 +188,23 @@ class _Calibration:
 
     def _read(self, texts: Sequence[list[int]], *, reaches_heads: bool) -> None:
         """Run texts through the model. reaches_heads: whether to run the output projection too."""
-        _read(self._model, texts, self._config, self._device, self._dtype, reaches_heads=reaches_heads)
+        _read(
+            self._model,
+            texts,
+            self._config,
+            self._device,
+            self._dtype,
+            reaches_heads=reaches_heads,
+            shows_bar=self._shows_bar,
+        )
 
 
-def _told(items: Sequence[_Item], what: str) -> Iterator[_Item]:
-    """The items; after each `_PROGRESS_S` of work a line says how many are done."""
+def _told(items: Sequence[_Item], what: str, *, shows_bar: bool) -> Iterator[_Item]:
+    """The items, with a progress bar in a terminal; elsewhere a line says how many are done, each `_PROGRESS_S`."""
     last = time.monotonic()
-    for number, item in enumerate(items):
-        if time.monotonic() >= last + _PROGRESS_S:
+    bar = progress_bar(len(items), f"Quantizing, {what}", is_wanted=shows_bar, iterable=items, delay=2, leave=False)
+    for number, item in enumerate(bar):
+        if bar.disable and time.monotonic() >= last + _PROGRESS_S:
             last = time.monotonic()
             logger.info("Quantized weights: %d of %d %s", number, len(items), what)
         yield item
@@ -227,10 +245,11 @@ def _read(
     dtype: DtypeChoice,
     *,
     reaches_heads: bool,
+    shows_bar: bool,
 ) -> None:
     """Run all texts through the model, each from position 0.
 
-    reaches_heads: whether to run the output projection too.
+    reaches_heads: whether to run the output projection too. shows_bar: a progress bar in a terminal.
     """
     # The model has rotary factors for no more positions than the engine serves.
     max_tokens = min(_MAX_TOKENS, config.planned_context - 1)
@@ -244,7 +263,7 @@ def _read(
         ),
         fast_paths=False,
     )
-    for text in _told(texts, "calibration texts read"):
+    for text in _told(texts, "calibration texts read", shows_bar=shows_bar):
         for begin in range(0, len(text), max_tokens):
             hidden_TD = run_prompt(runner, text[begin : begin + max_tokens])
             if reaches_heads:
