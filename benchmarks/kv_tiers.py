@@ -1,20 +1,24 @@
 """Blocks of the KV cache in a folder: time to the first token from there, and what saving costs.
 
     python -m benchmarks.kv_tiers [--parts first-token saving] [--shape qwen3-0.6b] [--tokens 4000] [--repeats 3]
-        [--threads 2] [--work-dir FOLDER]
+        [--threads 2] [--work-dir FOLDER] [--peers FOLDER]
 
 A model has random weights in bfloat16. A prompt's time to the first token is measured in turns: computed, found in
 the folder by an engine that has not seen it, in the KV cache, and in host memory; every repeat has other tokens. The
 folder's files may be in the system's page cache. Then 32 requests run with a folder and without, in turns, each turn
 with other tokens; blocks that are not saved beside the steps are saved between the turns.
+
+With --peers, the folder of `benchmarks.peers setup`: llama.cpp too, with its slot files.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import statistics
+import subprocess
 import tempfile
 import time
 from dataclasses import replace
@@ -23,6 +27,7 @@ from typing import Any
 
 from benchmarks.machine import described, machine
 from benchmarks.peers.checkpoints import make
+from benchmarks.peers.environments import python_of, repository
 from benchmarks.peers.shapes import SHAPES
 from penstock import LLM, SamplingParams
 from penstock.engine.statistics.metrics import Counter
@@ -41,6 +46,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work-dir", type=Path, help="where checkpoint and blocks are kept; a temporary folder")
+    parser.add_argument("--peers", type=Path, help="environments of benchmarks.peers, for llama.cpp's slot files")
     given = parser.parse_args()
     print(described(machine(given.threads)))
     with tempfile.TemporaryDirectory(dir=given.work_dir) as temporary:
@@ -55,6 +61,9 @@ def main() -> None:
 
         if "first-token" in given.parts:
             print(first_tokens(load, Path(temporary), shape.vocab_size, given.tokens, given.repeats))
+        if given.peers is not None:
+            model = make(given.peers, shape, "gguf-bf16") / "model.gguf"
+            print(slot_files(given.peers, model, Path(temporary), given.tokens, given.repeats, given.threads))
         if "saving" in given.parts:
             print(cost_of_saving(load, Path(temporary), shape.vocab_size, given.repeats))
 
@@ -84,6 +93,21 @@ def first_tokens(load: Any, folder: Path, vocab_size: int, num_tokens: int, repe
         f"first token of {num_tokens:,} tokens: computed {medians['computed']:.2f} s, from the folder "
         f"{medians['folder'] * 1e3:,.0f} ms, from host memory {medians['host'] * 1e3:,.0f} ms, "
         f"from the KV cache {medians['cache'] * 1e3:,.0f} ms: the folder is "
+        f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})"
+    )
+
+
+def slot_files(work_dir: Path, model: Path, folder: Path, num_tokens: int, repeats: int, threads: int) -> str:
+    """Seconds to the first token of a prompt in llama.cpp."""
+    command = [python_of(work_dir, "llama-cpp"), "-m", "benchmarks.peers.drivers.llama_cpp_slots", model]
+    numbers = [str(number) for number in (num_tokens, repeats, threads)]
+    printed = subprocess.check_output([*command, *numbers, folder], cwd=repository(), stderr=subprocess.DEVNULL)
+    seconds: dict[str, list[float]] = json.loads(printed.splitlines()[-1])
+    ratios = [computed / found for computed, found in zip(seconds["computed"], seconds["file"], strict=True)]
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    return (
+        f"llama.cpp, first token of {num_tokens:,} tokens: computed {medians['computed']:.2f} s, from its slot file "
+        f"{medians['file'] * 1e3:,.0f} ms ({medians['bytes'] / 1e6:,.0f} MB, written in {medians['saving']:.1f} s): "
         f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})"
     )
 

@@ -5,8 +5,10 @@ A prefix that all prompts share is computed once and given to every sequence, as
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import llama_cpp
 import numpy as np
@@ -93,6 +95,36 @@ class LlamaCpp:
                 logits -= logits.max()
                 found.append(float(logits[token] - np.log(np.exp(logits).sum())))
         return found
+
+    @property
+    def num_vocab(self) -> int:
+        """Number of tokens of the vocabulary."""
+        return int(self._num_vocab)
+
+    def compute(self, prompt: list[int], first: int) -> None:
+        """Compute a prompt's tokens from `first` on as sequence 0, up to the logits of the last one."""
+        for begin in range(first, len(prompt), _BATCH_TOKENS):
+            self._batch.n_tokens = 0
+            for position in range(begin, min(begin + _BATCH_TOKENS, len(prompt))):
+                self._add(prompt[position], position, 0, wants_logits=position == len(prompt) - 1)
+            self._decode()
+
+    def save(self, path: Path, prompt: list[int]) -> None:
+        """Write sequence 0 to a slot file, and forget it."""
+        tokens = (llama_cpp.llama_token * len(prompt))(*prompt)
+        if not llama_cpp.llama_state_seq_save_file(self._context, str(path).encode(), 0, tokens, len(prompt)):
+            raise RuntimeError(f"llama.cpp cannot write {path}")
+        llama_cpp.llama_memory_clear(self._memory, False)
+
+    def restore(self, path: Path, num_tokens: int) -> None:
+        """Read sequence 0 from a slot file, without its last token, which is computed again for its logits."""
+        llama_cpp.llama_memory_clear(self._memory, False)
+        tokens, count = (llama_cpp.llama_token * num_tokens)(), ctypes.c_size_t(0)
+        if not llama_cpp.llama_state_seq_load_file(
+            self._context, str(path).encode(), 0, tokens, num_tokens, ctypes.byref(count)
+        ):
+            raise RuntimeError(f"llama.cpp cannot read {path}")
+        llama_cpp.llama_memory_seq_rm(self._memory, 0, num_tokens - 1, -1)
 
     def _share_prefix(self, sequences: list[_Sequence]) -> None:
         prefix = _common_prefix([sequence.prompt[:-1] for sequence in sequences])
