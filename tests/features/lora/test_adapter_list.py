@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
-from penstock.config import LoRAConfig
-from penstock.config.kv_connector import KVConnectorConfig
-from penstock.config.kv_tiers import KVTierConfig
-from penstock.config.parallel import ParallelConfig
-from penstock.config.weight_transfer import WeightTransferConfig
+from penstock.config import EngineConfig
 from penstock.contract import Parts, RpcCall, SamplingParams, part_of
 from penstock.engine.messages import EngineRequest
 from penstock.errors import AdapterNotFound, CheckpointError, InvalidRequest, ProcessLost
@@ -263,16 +259,7 @@ def test_a_new_core_gets_what_requests_cannot_read_again() -> None:
 
 
 def test_an_engine_without_adapters_says_so() -> None:
-    config: Any = SimpleNamespace(
-        lora=LoRAConfig(),
-        weight_transfer=WeightTransferConfig(),
-        kv_tiers=KVTierConfig(),
-        kv_connector=KVConnectorConfig(),
-        parallel=ParallelConfig(),
-        model=SimpleNamespace(
-            pooling=None, pools=False, media_limits={}, enable_prompt_embeds=False, is_encoder_decoder=False
-        ),
-    )
+    config = EngineConfig.create("demo")
     features = DeploymentFeatures(config, lambda call: [True])
     with pytest.raises(InvalidRequest, match="add_lora: LoRA adapters are not enabled .*enable_lora=True"):
         features.side_of(RpcCall("add_lora", (LoRARequest("x", 1, "a"),)))
