@@ -6,6 +6,7 @@ import base64
 import io
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,19 @@ def expected(folder: Path) -> tuple[str, int]:
     assert output.prompt_token_ids is not None
     assert len(output.prompt_token_ids) > 20
     return output.outputs[0].text, len(output.prompt_token_ids)
+
+
+@pytest.fixture
+def encoding(folder: Path, tmp_path: Path) -> Iterator[tuple[Served, Served]]:
+    """Server that encodes, and one that answers."""
+    transfer = {"ec_connector": "ECExampleConnector", "ec_connector_extra_config": {"shared_storage_path": tmp_path}}
+    with ExitStack() as stack:
+        engines = [
+            AsyncEngine(str(folder), ec_transfer_config={**transfer, "ec_role": role}, **OPTIONS)
+            for role in ("ec_producer", "ec_consumer")
+        ]
+        first, second = (stack.enter_context(serving(one, served_model_name=("seeing",))) for one in engines)
+        yield first, second
 
 
 def chat(*parts: Any, **fields: Any) -> dict[str, Any]:
@@ -271,3 +285,21 @@ def test_caches_of_media_are_reset(folder: Path) -> None:
             encoded.append(stats["num_items"])
     assert outputs == outputs[:1] * 4
     assert encoded == [1, 1, 1, 2]
+
+
+@pytest.mark.slow
+def test_one_server_encodes_for_another(
+    encoding: tuple[Served, Served], expected: tuple[str, int], tmp_path: Path
+) -> None:
+    """The requests of vLLM's proxy: for one token to the server that encodes, then as it is to the other one."""
+    producer, consumer = encoding
+    for asked in ({}, {"logprobs": True, "top_logprobs": 2}, {"n": 2, "temperature": 1}):
+        reply = producer.post("/v1/chat/completions", chat(*BOTH, TEXT, max_tokens=1, stream=False, **asked))
+        assert reply.status == 200, reply.body
+        assert {(one["message"]["content"], one["finish_reason"]) for one in reply.json["choices"]} == {("", "length")}
+        assert reply.json["usage"]["completion_tokens"] == 0
+    answer = consumer.post("/v1/chat/completions", chat(*BOTH, TEXT))
+    assert answer.json["choices"][0]["message"]["content"] == expected[0]
+    streamed = producer.post("/v1/chat/completions", chat(*BOTH, TEXT, max_tokens=1, stream=True))
+    assert b'"finish_reason":"length"' in streamed.body
+    assert len([path for path in tmp_path.rglob("*-0") if path.is_file()]) == 2

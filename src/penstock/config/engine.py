@@ -15,6 +15,7 @@ from penstock.config.additional import AdditionalConfig
 from penstock.config.cache import CacheConfig
 from penstock.config.checks import as_plain, did_you_mean
 from penstock.config.device import DeviceConfig
+from penstock.config.ec_transfer import ECTransferConfig
 from penstock.config.expert_stats import ExpertStatsConfig
 from penstock.config.graphs import GraphConfig
 from penstock.config.kv_connector import KVConnectorConfig
@@ -76,6 +77,7 @@ class EngineConfig:
     kv_tiers: KVTierConfig = field(default_factory=KVTierConfig)
     kv_connector: KVConnectorConfig = field(default_factory=KVConnectorConfig)
     kv_events: KVEventsOption = field(default_factory=KVEventsOption)
+    ec_transfer: ECTransferConfig = field(default_factory=ECTransferConfig)
     weight_transfer: WeightTransferConfig = field(default_factory=WeightTransferConfig)
     additional: AdditionalConfig = field(default_factory=AdditionalConfig)
     replaces_lost_core: bool = False
@@ -101,6 +103,7 @@ class EngineConfig:
         self._check_kv_tiers()
         self._check_kv_connector()
         self._check_kv_events()
+        self._check_ec_transfer()
         block_size, interleave = self.cache.block_size, self.parallel.cp_kv_cache_interleave_size
         if block_size % interleave != 0:
             raise ConfigError(
@@ -202,6 +205,16 @@ class EngineConfig:
                 "(distributed_executor_backend='external_launcher'): each rank would publish. Leave it out."
             )
         events.check_ranks(self.parallel.data_parallel_size)
+
+    def _check_ec_transfer(self) -> None:
+        """Refuse the transfer of encoder outputs for models without them, or with ranks at different times."""
+        if self.ec_transfer.folder is None:
+            return
+        shown = "ec_transfer_config is not valid"
+        if not self.model.media_limits:
+            raise ConfigError(f"{shown} for an engine of texts alone, which runs no encoder of media. Leave it out.")
+        if self.parallel.must_agree_on_time:
+            raise ConfigError(f"{shown} with distributed_executor_backend='external_launcher'. Leave it out.")
 
     def _message_pieces(self, num_reqs: int) -> int:
         """Pieces of the message with the outcome of a step, from the last stage to another."""
@@ -314,6 +327,7 @@ _CONCERNS: dict[str, type[Any]] = {
     "kv_tiers": KVTierConfig,
     "kv_connector": KVConnectorConfig,
     "kv_events": KVEventsOption,
+    "ec_transfer": ECTransferConfig,
     "weight_transfer": WeightTransferConfig,
     "additional": AdditionalConfig,
 }

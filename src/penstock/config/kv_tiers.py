@@ -17,6 +17,7 @@ _GIB = 1 << 30
 # Sizes: one byte at least.
 _LEAST_GIB, _MOST_GIB = 1e-9, 1e9
 _SHORTEST_SECRET = 16
+_A_FOLDER = "the path of a folder that is there"
 # Name or address of a host, or of an IPv6 one in brackets; and a port.
 _ADDRESS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*|\*|\[[0-9A-Fa-f:.]+\]):([0-9]{1,5})")
 FASTER, ALWAYS = LOAD_POLICIES = ("faster", "always")
@@ -52,16 +53,9 @@ class KVTierConfig:
             ("kv_offload_dir_size", self.kv_offload_dir_size),
             ("kv_offloading_size", 1.0 if self.kv_offloading_size is None else self.kv_offloading_size),
         ):
-            is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
-            if not is_number or not _LEAST_GIB <= size <= _MOST_GIB:
-                raise ConfigError(
-                    f"{name}={size!r} is not valid. Allowed: a number of GiB from {_LEAST_GIB:g} to {_MOST_GIB:g}."
-                )
-        folder = self.folder
-        if folder is not None and not folder.is_dir():
-            raise ConfigError(f"kv_offload_dir={str(folder)!r} is not a folder. Create it, or leave it out.")
-        if folder is not None and not os.access(folder, os.W_OK | os.X_OK):
-            raise ConfigError(f"kv_offload_dir={str(folder)!r} cannot be written to. Give another folder.")
+            check_gib(name, size)
+        if self.kv_offload_dir is not None:
+            folder_of_option("kv_offload_dir", self.kv_offload_dir, is_written=True)
         if self.kv_load_policy not in LOAD_POLICIES:
             raise ConfigError(
                 f"kv_load_policy={self.kv_load_policy!r} is not valid. Allowed: {', '.join(map(repr, LOAD_POLICIES))}."
@@ -123,7 +117,7 @@ class KVTierConfig:
     def folder(self) -> Path | None:
         """The folder; None to keep no blocks."""
         given = self.kv_offload_dir
-        return None if given is None else _path("kv_offload_dir", given, "the path of a folder that is there")
+        return None if given is None else _path("kv_offload_dir", given, _A_FOLDER)
 
     @property
     def option(self) -> str | None:
@@ -141,6 +135,26 @@ class KVTierConfig:
     def max_bytes(self) -> int:
         """Bytes of all files."""
         return int(self.kv_offload_dir_size * _GIB)
+
+
+def check_gib(name: str, size: Any) -> None:
+    """Raise ConfigError for what is not a number of GiB."""
+    is_number = isinstance(size, (int, float)) and not isinstance(size, bool)
+    if not is_number or not _LEAST_GIB <= size <= _MOST_GIB:
+        raise ConfigError(
+            f"{name}={size!r} is not valid. Allowed: a number of GiB from {_LEAST_GIB:g} to {_MOST_GIB:g}."
+        )
+
+
+def folder_of_option(name: str, given: Any, *, is_written: bool) -> Path:
+    """Absolute path of a folder that is there. Raises ConfigError for what is none, or cannot be used."""
+    folder = _path(name, given, _A_FOLDER)
+    if not folder.is_dir():
+        raise ConfigError(f"{name}={str(folder)!r} is not a folder. Create it, or leave {name} out.")
+    if not os.access(folder, os.W_OK | os.X_OK if is_written else os.R_OK | os.X_OK):
+        used = "written to" if is_written else "read"
+        raise ConfigError(f"{name}={str(folder)!r} cannot be {used}. Give another folder.")
+    return folder
 
 
 def check_address(name: str, address: Any, *, allows_all: bool) -> None:

@@ -59,6 +59,7 @@ _NOT_REPLAYED = (
     "kv_peers",
     "kv_peers_other_ranks",
     "kv_secret_file",
+    "ec_transfer_config",
 )
 # Options whose other value adds sums in another order, or computes in another arithmetic.
 _CHANGES_BITS = (

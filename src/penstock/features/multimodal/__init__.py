@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from penstock.config import EngineConfig
 from penstock.contract.feature import Feature
-from penstock.features.multimodal.messages import RESET, MediaPart, StepMediaPart
+from penstock.contract.memory_tags import WEIGHTS
+from penstock.features.multimodal.messages import ENCODE, RESET, MediaPart, StepMediaPart
 
 _MEMORY = "penstock.features.multimodal.memory"
 
@@ -19,9 +20,10 @@ FEATURE = Feature(
     how_to_turn_on="Serve a model that takes them, without language_model_only and with limit_mm_per_prompt above 0; "
     "start with enable_prompt_embeds=True for embeddings.",
     parts=(MediaPart, StepMediaPart),
-    scheduler_side="penstock.features.multimodal.scheduling:MediaScheduling",
+    scheduler_side="penstock.features.encoder_transfer:make_scheduling",
     worker_side="penstock.features.multimodal.worker:MediaWorker",
     memory={"encoder cache": f"{_MEMORY}:cache_bytes", "inputs of media": f"{_MEMORY}:input_bytes"},
     runs={"encoder activations": f"{_MEMORY}:encode_dummy"},
-    worker_methods=(RESET, "get_encoder_timing_stats"),
+    worker_methods=(RESET, ENCODE, "get_encoder_timing_stats"),
+    memory_of_methods={ENCODE: (WEIGHTS,)},
 )

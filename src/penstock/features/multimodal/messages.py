@@ -15,6 +15,8 @@ from penstock.media.item import FEATURES, NAMED
 EMBEDDINGS = "embeddings"
 # Worker method that drops all features.
 RESET = "reset_encoder_cache"
+# Worker method that encodes items for other engines.
+ENCODE = "encode_items"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,11 @@
-"""Encoder outputs in the folder of `kv_offload_dir`: later engines find them by the content of their items."""
+"""Encoder outputs in a folder, where other and later engines find them by the content of their items.
+
+It is that of `ec_transfer_config`, or else of `kv_offload_dir`.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -40,8 +44,12 @@ class SavedFeatures:
 
     def __init__(self, services: WorkerServices) -> None:
         self._services = services
-        self._root = services.config.kv_tiers.folder
-        self._is_writer = services.rank == 0
+        tiers, transfer = services.config.kv_tiers, services.config.ec_transfer
+        # With a transfer, a file is there before the answer of its request, upon which another engine is asked.
+        self._writes_at_once = transfer.folder is not None
+        self._root = transfer.folder or tiers.folder
+        self._max_bytes = transfer.max_bytes if self._writes_at_once else tiers.max_bytes
+        self._is_writer = services.rank == 0 and (transfer.saves or not self._writes_at_once)
         self._folder: Path | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._limit: FolderLimit | None = None
@@ -57,7 +65,8 @@ class SavedFeatures:
             read_block(path, [_bytes_of(found)])
         except DamagedBlock as damage:
             logger.warning("An item is encoded again: %s", damage)
-            Path(path).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
             return None
         except OSError as error:
             logger.info("An item is encoded again: %s", error)
@@ -65,13 +74,16 @@ class SavedFeatures:
         return found.to(self._services.device.torch_device)
 
     def save(self, item: MediaItem, features: Tensor) -> None:
-        """Write the features of an item, in a thread."""
+        """Write the features of an item: in a thread, or at once where an engine is asked next that needs them."""
         path = self._path_of(item)
         if path is None or not self._is_writer or self._num_waiting >= _MOST_WAITING:
             return
+        self._num_waiting += 1
+        if self._writes_at_once:
+            self._write(path, features.detach())
+            return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "encoder-output-save")
-        self._num_waiting += 1
         self._threads.submit(self._write, path, features.detach())
 
     def close(self) -> None:
@@ -95,7 +107,7 @@ class SavedFeatures:
             content = features.contiguous().cpu()
             assert self._root is not None
             if self._limit is None:
-                self._limit = FolderLimit(self._root, self._services.config.kv_tiers.max_bytes)
+                self._limit = FolderLimit(self._root, self._max_bytes)
             if (why := self._limit.why_full(content.nbytes)) is not None:
                 logger.info("An encoder output is not kept: %s", why)
                 return

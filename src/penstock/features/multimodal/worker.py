@@ -82,6 +82,10 @@ class MediaWorker(WorkerFeature):
         if self._features is not None:
             self._features.forget()
 
+    def encode_items(self, items: Sequence[MediaItem]) -> str | None:
+        """Have the features of items saved for other engines; the error of one that cannot be encoded."""
+        return None if self._features is None else self._features.encode(items)
+
     def drop(self, tag: str) -> None:
         if tag == KV_CACHE:
             self.reset_encoder_cache()
@@ -160,11 +164,7 @@ class MediaFeatures(SlotOwner):
             try:
                 features = self._features_of(self._items[slots[one.req_id]][one.item])[one.row : one.row + one.count]
             except Exception as error:
-                if loses_device(error) or isinstance(error, torch.OutOfMemoryError):
-                    raise
-                # The item's own fault, on all ranks alike.
-                logger.exception("An item of request %s could not be encoded", one.req_id)
-                frame.errors = {**frame.errors, one.req_id: f"{type(error).__name__}: {error}"}
+                frame.errors = {**frame.errors, one.req_id: _fault_of(f"An item of request {one.req_id}", error)}
                 continue
             is_given_np[first : first + one.count] = True
             # Embeddings of tokens have no rows for the levels.
@@ -172,6 +172,18 @@ class MediaFeatures(SlotOwner):
                 rows_TD[first : first + one.count] = of_level
         is_given_T = self._device.upload(is_given_np)
         named[TEXT_IDS][:num_tokens] = torch.where(is_given_T, self._vocab_size, frame.batch.input_ids[:num_tokens])
+
+    def encode(self, items: Sequence[MediaItem]) -> str | None:
+        """Have the features of items saved, and keep the cache as it is; the error of one that cannot be encoded."""
+        for item in {item.key: item for item in items}.values():
+            is_cached = item.key in self._cache
+            try:
+                self._features_of(item)
+            except Exception as error:
+                return _fault_of(f"An item ({item.modality})", error)
+            if not is_cached:
+                del self._cache[item.key]
+        return None
 
     def _features_of(self, item: MediaItem) -> Tensor:
         """Features of an item, [L, D * (1 + levels)], computed by themselves, so that their bits depend on it alone."""
@@ -207,6 +219,14 @@ class MediaFeatures(SlotOwner):
         for name, value in zip(self.stats, (1, len(features), time.perf_counter() - began), strict=False):
             self.stats[name] += value
         return features
+
+
+def _fault_of(item: str, error: Exception) -> str:
+    """Text of an error that is the item's own fault, on all ranks alike; raises others. item: it, for the log."""
+    if loses_device(error) or isinstance(error, torch.OutOfMemoryError):
+        raise error
+    logger.error("%s could not be encoded", item, exc_info=error)
+    return f"{type(error).__name__}: {error}"
 
 
 def encoder_inputs(device: Device, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
