@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -210,7 +211,11 @@ class TierWorker(WorkerFeature):
             return write_described(folder, self._about, path, on_host, keeps_in_memory=not move.is_beside_steps)
         for part, piece in self._host.parts(pages, move.pieces):
             source, target = (piece, part) if move.is_load else (part, piece)
-            target.copy_(source)
+            if self._services.device.kind == "cpu":
+                # Torch would divide each page among threads of its own.
+                np.copyto(target.numpy(), source.numpy())
+            else:
+                target.copy_(source)
         return sum(page.nbytes for page in pages)
 
     def _load(self, path: str, pages: Sequence[Tensor]) -> int:
