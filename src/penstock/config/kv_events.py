@@ -14,7 +14,7 @@ NULL, ZMQ = "null", "zmq"
 _OPTION, _SWITCH = "kv_events_config", "enable_kv_cache_events"
 _LAST_PORT = (1 << 16) - 1
 # What an endpoint of tcp has in the place of a host where it listens.
-_ALL_INTERFACES = ("*", "0.0.0.0", "::")
+_ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class KVEventsConfig:
 
 def listens(endpoint: str) -> bool:
     """Whether a publisher listens at an endpoint, rather than connecting to it."""
-    return endpoint.startswith("ipc") or any(host in endpoint for host in _ALL_INTERFACES)
+    return endpoint.startswith("ipc") or _host(endpoint) in _ALL_INTERFACES
 
 
 def endpoint_of_rank(endpoint: str, rank: int) -> str:
@@ -93,6 +93,10 @@ def endpoint_of_rank(endpoint: str, rank: int) -> str:
     if endpoint.startswith("ipc"):
         return f"{endpoint}_dp{rank}" if rank else endpoint
     return f"{endpoint.rpartition(':')[0]}:{_port(endpoint) + rank}"
+
+
+def _host(endpoint: str) -> str:
+    return endpoint.partition("://")[2].rpartition(":")[0]
 
 
 def _port(endpoint: str) -> int:

@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from penstock import LLM, SamplingParams
-from penstock.config.kv_events import KVEventsConfig, endpoint_of_rank
+from penstock.config.kv_events import KVEventsConfig, endpoint_of_rank, listens
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
 from penstock.features.kv_events import publisher as publishers
@@ -373,6 +373,22 @@ def test_files_that_make_room_are_told(tmp_path: Path, stack: ExitStack) -> None
     names = {path.name.partition("-")[0] for path in (tmp_path / "blocks").rglob("*-0")}
     assert 0 < len(names) < 9
     assert subscriber.mirror.blocks[FOLDER] == {block_of((0, bytes.fromhex(name))) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "is_listening"),
+    [
+        ("tcp://*:5557", True),
+        ("tcp://0.0.0.0:5557", True),
+        ("tcp://[::]:5557", True),
+        ("ipc:///run/events", True),
+        ("tcp://10.0.0.0:5557", False),
+        ("tcp://[fd00::5]:5557", False),
+        ("tcp://router:5557", False),
+    ],
+)
+def test_an_endpoint_with_a_host_is_connected_to(endpoint: str, is_listening: bool) -> None:
+    assert listens(endpoint) is is_listening
 
 
 ON = {"enable_kv_cache_events": True}
