@@ -215,7 +215,8 @@ class FolderLimit:
     Removes those that were not used for the longest time, and files that were never finished.
 
     block_bytes: of the largest block that is kept. note_removed: called, in that thread, with the paths of the files
-    that were removed. num_bytes: of all files, as last counted, and of those that were noted since.
+    that were removed. option: name of the option with the folder, for messages. num_bytes: of all files, as last
+    counted, and of those that were noted since.
 
     Raises ConfigError for a limit that no such block keeps to.
     """
@@ -226,12 +227,14 @@ class FolderLimit:
         max_bytes: int,
         block_bytes: int = 0,
         note_removed: Callable[[Sequence[str]], None] = lambda _: None,
+        option: str = "kv_offload_dir",
     ) -> None:
-        if max_bytes * _KEPT < block_bytes + TRAILER_BYTES:
+        if block_bytes and max_bytes * _KEPT < block_bytes + TRAILER_BYTES:
             raise ConfigError(
-                f"kv_offload_dir_size holds {format_bytes(max_bytes)}, and a block of the KV cache takes "
+                f"{option}_size holds {format_bytes(max_bytes)}, and a block of the KV cache takes "
                 f"{format_bytes(block_bytes)}. Raise it."
             )
+        self._option = option
         self._note_removed = note_removed
         self._root, self._max_bytes = root / LAYOUT, max_bytes
         self.num_bytes = self._num_new_bytes = 0
@@ -256,9 +259,9 @@ class FolderLimit:
         except FileNotFoundError:
             return None  # it was removed, and is made anew with the next file
         except OSError as error:
-            return f"kv_offload_dir cannot be used: {error}"
+            return f"{self._option} cannot be used: {error}"
         is_full = num_bytes + _RESERVE_BYTES > system.f_bavail * system.f_frsize
-        return "the file system of kv_offload_dir is full" if is_full else None
+        return f"the file system of {self._option} is full" if is_full else None
 
     def close(self) -> None:
         self._is_closed = True

@@ -107,7 +107,8 @@ class SavedFeatures:
             content = features.contiguous().cpu()
             assert self._root is not None
             if self._limit is None:
-                self._limit = FolderLimit(self._root, self._max_bytes)
+                option = "shared_storage_path" if self._writes_at_once else "kv_offload_dir"
+                self._limit = FolderLimit(self._root, self._max_bytes, option=option)
             if (why := self._limit.why_full(content.nbytes)) is not None:
                 logger.info("An encoder output is not kept: %s", why)
                 return
