@@ -78,4 +78,4 @@ class ECTransferConfig:
     @property
     def encodes_for_others(self) -> bool:
         """Whether requests for one token are for their items alone, which another engine needs."""
-        return self._given("ec_role") in (_PRODUCER,)
+        return bool(self._given("ec_role") == _PRODUCER)

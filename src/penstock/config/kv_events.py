@@ -19,8 +19,9 @@ _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Where events go, with vLLM's names. publisher: "zmq" or "null" (nowhere); None is "zmq" for events that are on.
+    """Options of the publication, with vLLM's names.
 
+    publisher: "zmq", or "null" for no publication; None is "zmq" for events that are on.
     endpoint: of a PUB socket, "tcp://*:PORT" or "ipc://PATH" to listen, "tcp://HOST:PORT" to connect to a subscriber
         that listens. replay_endpoint: where subscribers ask for batches that they have missed; None for nowhere. Engine
         N of data parallelism has these ports plus N, or these paths with "_dpN".
@@ -135,7 +136,7 @@ class KVEventsOption:
 
     @property
     def events(self) -> KVEventsConfig | None:
-        """Where events go; None for events that are off."""
+        """Options of the publication; None for events that are off."""
         given = self.kv_events_config
         made = KVEventsConfig(**given) if isinstance(given, Mapping) else None
         return made if made is not None and made.is_on else None

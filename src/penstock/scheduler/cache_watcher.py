@@ -1,4 +1,4 @@
-"""What happens to blocks of the prefix cache, for features that keep or publish them."""
+"""Events of the prefix cache, for features that keep or publish its blocks."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class EventLog(CacheWatcher):
 
 
 def _extra(request: Request, adapter: str | None, start: int, size: int) -> tuple[str, ...] | None:
-    """What a block's hash covers beside tokens: the adapter's name, keys of items, and the salt of the first block."""
+    """Parts of a block's hash beside tokens: the adapter's name, keys of items, and the salt of the first block."""
     names = () if adapter is None else (adapter,)
     # The hash has the adapter's digest or number instead.
     others = (key for kind, key in extra_keys(request, start, start + size) if kind != "part:lora")

@@ -114,7 +114,7 @@ def write_block(path: str, pages: Sequence[np.ndarray], *, keeps_in_memory: bool
 def write_described(
     folder: str, about: Mapping[str, Any], path: str, pages: Sequence[np.ndarray], *, keeps_in_memory: bool = True
 ) -> int:
-    """As `write_block`, in a folder that says whose blocks it has.
+    """Write a block as `write_block`, and the description of its folder.
 
     The folder may be removed meanwhile, such as by `penstock cache rm` or a reset of another engine: it is made anew.
     """
@@ -253,7 +253,7 @@ class FolderLimit:
             self._has_to_count.set()
 
     def why_full(self, num_bytes: int) -> str | None:
-        """Why the file system takes no more bytes, beside a reserve; None if it does."""
+        """Return why the file system takes no more bytes, beside a reserve; None if it does."""
         try:
             system = os.statvfs(self._root.parent)
         except FileNotFoundError:

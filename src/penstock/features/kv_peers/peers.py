@@ -403,7 +403,7 @@ def serves_folder(root: Path, address: str, secret: bytes) -> bool:
 
 
 def _identity(root: Path) -> bytes:
-    """What tells a folder from the others of its machine."""
+    """Device and number of a folder, which no other one of its machine has."""
     status = root.stat()
     return b"%d-%d" % (status.st_dev, status.st_ino)
 

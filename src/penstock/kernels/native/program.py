@@ -61,7 +61,7 @@ class NativeProgram:
             self._operations.append(operation)
 
     def measure(self, *, is_on: bool = True) -> None:
-        """Begin to measure the time of each operation, from zero, or end it."""
+        """Begin to measure the time of each operation, from zero, or end it; not while the program runs."""
         self._library.program_measure(self._program, is_on)
 
     def operation_times(self) -> list[tuple[Operation, int]]:
