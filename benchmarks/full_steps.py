@@ -1,4 +1,4 @@
-"""Resident memory of full steps of a running engine; a script, for a process of its own.
+"""Engine whose steps are full, and a script that measures their resident memory, for a process of its own.
 
 Prints JSON: by kind of step, the largest resident size above the idle engine's; the process's when it is ready, with
 its KV cache filled, and its largest; and what the engine plans with.

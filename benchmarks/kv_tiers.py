@@ -21,12 +21,14 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import described, machine
 from benchmarks.peers.checkpoints import make
+from benchmarks.peers.drivers.penstock import touch_kv_cache
 from benchmarks.peers.environments import python_of, repository
 from benchmarks.peers.shapes import SHAPES
 from penstock import LLM, SamplingParams
@@ -59,7 +61,7 @@ def main() -> None:
             options |= {"num_threads": given.threads, "kv_cache_memory_bytes": _CACHE_BYTES}
             llm = LLM(str(folder), device="cpu", max_model_len=given.tokens + 64, **options)
             # As after hours of serving: a virtual machine clears pages slowly that nothing has used before.
-            llm.collective_rpc(_touch_kv_cache)
+            llm.collective_rpc(touch_kv_cache)
             return llm
 
         if "first-token" in given.parts:
@@ -69,10 +71,6 @@ def main() -> None:
             print(slot_files(given.peers, model, Path(temporary), given.tokens, given.repeats, given.threads))
         if "saving" in given.parts:
             print(cost_of_saving(load, Path(temporary), shape.vocab_size, given.repeats))
-
-
-def _touch_kv_cache(worker: Any) -> None:
-    worker.runner.kv_cache.touch()
 
 
 def first_tokens(load: Any, folder: Path, vocab_size: int, num_tokens: int, repeats: int) -> str:
@@ -94,13 +92,11 @@ def first_tokens(load: Any, folder: Path, vocab_size: int, num_tokens: int, repe
         seconds["host"].append(_seconds(reader, [prompt], 1))
     writer.close()
     reader.close()
-    ratios = [computed / found for computed, found in zip(seconds["computed"], seconds["folder"], strict=True)]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return (
         f"first token of {num_tokens:,} tokens: computed {medians['computed']:.2f} s, from the folder "
         f"{medians['folder'] * 1e3:,.0f} ms, from host memory {medians['host'] * 1e3:,.0f} ms, "
-        f"from the KV cache {medians['cache'] * 1e3:,.0f} ms: the folder is "
-        f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})"
+        f"from the KV cache {medians['cache'] * 1e3:,.0f} ms: the folder is {_sooner(seconds, 'folder')}"
     )
 
 
@@ -110,13 +106,18 @@ def slot_files(work_dir: Path, model: Path, folder: Path, num_tokens: int, repea
     numbers = [str(number) for number in (num_tokens, repeats, threads)]
     printed = subprocess.check_output([*command, *numbers, folder], cwd=repository(), stderr=subprocess.DEVNULL)
     seconds: dict[str, list[float]] = json.loads(printed.splitlines()[-1])
-    ratios = [computed / found for computed, found in zip(seconds["computed"], seconds["file"], strict=True)]
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     return (
         f"llama.cpp, first token of {num_tokens:,} tokens: computed {medians['computed']:.2f} s, from its slot file "
         f"{medians['file'] * 1e3:,.0f} ms ({medians['bytes'] / 1e6:,.0f} MB, written in {medians['saving']:.1f} s): "
-        f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})"
+        f"{_sooner(seconds, 'file')}"
     )
+
+
+def _sooner(seconds: Mapping[str, Sequence[float]], place: str) -> str:
+    """How much sooner than by computing: median, least and most."""
+    ratios = [computed / found for computed, found in zip(seconds["computed"], seconds[place], strict=True)]
+    return f"{statistics.median(ratios):.1f} times sooner ({min(ratios):.1f} to {max(ratios):.1f})"
 
 
 def cost_of_saving(load: Any, folder: Path, vocab_size: int, repeats: int) -> str:

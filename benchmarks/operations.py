@@ -24,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ceilings import Ceilings
+from benchmarks.full_steps import Engine
 from benchmarks.machine import described, machine
 from benchmarks.peers.checkpoints import make
 from benchmarks.peers.shapes import SHAPES
-from penstock.config import EngineConfig
-from penstock.contract import SamplingParams
-from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.messages import EngineRequest
 from penstock.kernels.native.program import NativeProgram
 from penstock.kernels.native.tracing import Operation
 
@@ -58,30 +55,13 @@ class Part:
         return f"{self.name} {self.inputs} to {self.outputs}" if self.inputs else self.name
 
 
-class Engine:
-    """One engine without a prefix cache, and the programs that it has recorded."""
+class TimedEngine(Engine):
+    """One engine without a prefix cache, whose recorded programs are timed."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
-        self.core = EngineCore(EngineConfig.create(str(folder), device="cpu", enable_prefix_caching=False, **options))
-        self._num_requests = 0
-
-    def close(self) -> None:
-        self.core.close()
-
-    def add(self, num_tokens: int, num_outputs: int) -> None:
-        """Add a request with a prompt of its own."""
-        self._num_requests += 1
-        tokens = [3 + (self._num_requests * 7 + position * 31) % 900 for position in range(num_tokens)]
-        params = SamplingParams(temperature=0, max_tokens=num_outputs, ignore_eos=True, seed=0)
-        self.core.add_request(
-            EngineRequest(req_id=str(self._num_requests), prompt_token_ids=tokens, sampling_params=params)
-        )
-
-    def finish(self) -> float:
+    def finish_timed(self) -> float:
         """Seconds until no request is left."""
         begin = time.perf_counter()
-        while self.core.has_unfinished_requests():
-            self.core.step()
+        self.finish()
         return time.perf_counter() - begin
 
     def step(self) -> float:
@@ -154,9 +134,9 @@ def main() -> None:
         ceilings = Ceilings(Path(folder), arguments.threads)
         model = make(Path(folder), SHAPES[arguments.shape], "float32" if arguments.dtype == "float32" else "bfloat16")
         print(described(machine(arguments.threads)))
-        engine = Engine(Path(model), **options, kv_cache_memory_bytes="1GiB")
+        engine = TimedEngine(str(model), **options, kv_cache_memory_bytes="1GiB")
         title = f"{arguments.shape}, {arguments.dtype}, {arguments.quantization or 'no quantization'}"
-        with closing(engine):
+        with closing(engine.core):
             for num_tokens in arguments.prompts:
                 before = ceilings.measure()
                 times = time_prompt(engine, num_tokens, SHAPES[arguments.shape].config, arguments.repeats)
@@ -173,12 +153,12 @@ def _gflop_s(dtype: str, *measured: dict[str, float] | None) -> float | None:
     return statistics.mean(found) if found else None
 
 
-def time_prompt(engine: Engine, num_tokens: int, config: dict[str, Any], repeats: int) -> Times:
+def time_prompt(engine: TimedEngine, num_tokens: int, config: dict[str, Any], repeats: int) -> Times:
     """Times of prompts of this length, each alone."""
 
     def run() -> float:
-        engine.add(num_tokens, 1)
-        return engine.finish()
+        engine.add(num_tokens, temperature=0, max_tokens=1)
+        return engine.finish_timed()
 
     seconds, parts = _medians(engine, run, repeats)
     flop = {part: 2.0 * part.inputs * part.outputs * num_tokens for part in parts if part.inputs}
@@ -190,10 +170,10 @@ def time_prompt(engine: Engine, num_tokens: int, config: dict[str, Any], repeats
     return Times(seconds, parts, flop)
 
 
-def time_decode(engine: Engine, num_requests: int, repeats: int) -> Times:
+def time_decode(engine: TimedEngine, num_requests: int, repeats: int) -> Times:
     """Times of a decode step of so many requests."""
     for _ in range(num_requests):
-        engine.add(_CONTEXT, 2 + (repeats + 1) * _DECODE_STEPS)
+        engine.add(_CONTEXT, temperature=0, max_tokens=2 + (repeats + 1) * _DECODE_STEPS)
     for _ in range(3):
         engine.step()
 
@@ -206,7 +186,7 @@ def time_decode(engine: Engine, num_requests: int, repeats: int) -> Times:
     return Times(seconds, {part: one / _DECODE_STEPS for part, one in parts.items()}, {})
 
 
-def _medians(engine: Engine, run: Callable[[], float], repeats: int) -> tuple[float, dict[Part, float]]:
+def _medians(engine: TimedEngine, run: Callable[[], float], repeats: int) -> tuple[float, dict[Part, float]]:
     run()
     runs = []
     for _ in range(repeats):

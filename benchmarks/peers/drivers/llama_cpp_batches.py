@@ -101,12 +101,12 @@ class LlamaCpp:
         """Number of tokens of the vocabulary."""
         return int(self._num_vocab)
 
-    def compute(self, prompt: list[int], first: int) -> None:
-        """Compute a prompt's tokens from `first` on as sequence 0, up to the logits of the last one."""
+    def compute(self, prompt: list[int], first: int, *, wants_logits: bool = True) -> None:
+        """Compute a prompt's tokens from `first` on as sequence 0. wants_logits: of the last one."""
         for begin in range(first, len(prompt), _BATCH_TOKENS):
             self._batch.n_tokens = 0
             for position in range(begin, min(begin + _BATCH_TOKENS, len(prompt))):
-                self._add(prompt[position], position, 0, wants_logits=position == len(prompt) - 1)
+                self._add(prompt[position], position, 0, wants_logits=wants_logits and position == len(prompt) - 1)
             self._decode()
 
     def save(self, path: Path, prompt: list[int]) -> None:
@@ -130,11 +130,7 @@ class LlamaCpp:
         prefix = _common_prefix([sequence.prompt[:-1] for sequence in sequences])
         if len(sequences) < 2 or len(prefix) < _SHORTEST_PREFIX:
             return
-        for begin in range(0, len(prefix), _BATCH_TOKENS):
-            self._batch.n_tokens = 0
-            for position in range(begin, min(begin + _BATCH_TOKENS, len(prefix))):
-                self._add(prefix[position], position, 0, wants_logits=False)
-            self._decode()
+        self.compute(prefix, 0, wants_logits=False)
         for index, sequence in enumerate(sequences):
             if index > 0:
                 llama_cpp.llama_memory_seq_cp(self._memory, 0, index, 0, len(prefix))

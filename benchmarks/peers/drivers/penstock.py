@@ -8,7 +8,8 @@ from benchmarks.peers.drivers.protocol import serve
 from penstock import LLM, SamplingParams
 
 
-def _touch_kv_cache(worker: Any) -> None:
+def touch_kv_cache(worker: Any) -> None:
+    """Write to all memory of a worker's KV cache."""
     worker.runner.kv_cache.touch()
 
 
@@ -19,7 +20,7 @@ class Penstock:
         )
         # New prompts take blocks that were never used, whose pages a virtual machine clears slowly; engines without a
         # prefix cache take the same memory again.
-        self._llm.collective_rpc(_touch_kv_cache)
+        self._llm.collective_rpc(touch_kv_cache)
 
     def generate(self, prompts: list[list[int]], num_outputs: list[int]) -> list[list[int]]:
         params = [
