@@ -21,12 +21,12 @@ from penstock import AsyncEngine
 from penstock.config import EngineConfig
 from penstock.config.request_limits import RequestLimits
 from penstock.errors import ConfigError
-from penstock.features.kv_files.files import ABOUT
 from penstock.server.http import prefill_first
 from penstock.server.http.prefill_first import PrefillFirst
 from penstock.server.options import ServerOptions
 from penstock.server.responses.store import ResponseStore, StoredResponse
 from penstock.server.start_checks import check_start
+from support.kept_blocks import files
 from support.servers import Served, serving
 
 PLAY = "ROMEO:\n" + "What light through yonder window breaks? It is the east. " * 12
@@ -58,7 +58,7 @@ def two_servers(folder: Path) -> Iterator[tuple[Served, Served]]:
 
 
 def num_blocks(folder: Path) -> int:
-    return sum(path.is_file() and path.name != ABOUT for path in folder.rglob("*"))
+    return len(files(folder))
 
 
 def completion(prompt: str, **fields: Any) -> dict[str, Any]:

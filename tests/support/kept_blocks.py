@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from penstock.engine.core.engine_core import EngineCore
+from penstock.features.kv_files.files import ABOUT
 from support.engines import Result, greedy, random_prompts, run
 
 VOCAB = 97
@@ -25,6 +27,11 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "int8": ("llama", {"quantization": "int8"}),
     "asynchronous": ("llama", {"async_scheduling": True}),
 }
+
+
+def files(folder: Path) -> list[Path]:
+    """Files of the blocks below a folder."""
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != ABOUT]
 
 
 def branching_prompts(choose: random.Random, seed: int) -> list[list[int]]:

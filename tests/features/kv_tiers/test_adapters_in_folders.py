@@ -34,12 +34,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "blocks").mkdir()
-    return tmp_path / "blocks"
-
-
 @contextlib.contextmanager
 def engine(root: Path, folder: Path | None, **options: Any) -> Iterator[EngineCore]:
     core = make_core(root / "model", kv_offload_dir=folder and str(folder), enable_lora=True, **options)

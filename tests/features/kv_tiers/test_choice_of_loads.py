@@ -37,12 +37,6 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "blocks").mkdir()
-    return tmp_path / "blocks"
-
-
 @contextlib.contextmanager
 def engine(model: Path, folder: Path, **options: Any) -> Iterator[EngineCore]:
     core = make_core(model, kv_offload_dir=str(folder), **options)

@@ -19,7 +19,6 @@ from penstock.device.limits import memory_limit
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.planning.plan import plan_engine
 from penstock.errors import ConfigError, InvalidRequest, OutOfMemory, UnsupportedArgument
-from penstock.features.kv_files.files import ABOUT
 from penstock.features.kv_tiers.host_blocks import HostBlock, HostBlocks
 from penstock.features.kv_tiers.moves import HostLayout
 from penstock.features.kv_tiers.scheduling import TierScheduling
@@ -28,7 +27,7 @@ from support.arrangements import PROMPTS as MANY_PROMPTS
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import SMALL, Result, add, bytes_of_blocks, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
-from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, branching_prompts, counter, same
+from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, branching_prompts, counter, files, same
 from support.random_requests import run_at_random
 
 GIB = 1 << 30
@@ -130,8 +129,7 @@ def test_blocks_go_on_to_the_folder_and_come_from_the_first_tier_that_has_them(t
         assert same(answers(core), expected)
         assert counter(core, "kv_host_loaded_bytes") > 0
         assert counter(core, "kv_tier_loaded_bytes") == 0
-    files = [path for path in (tmp_path / "blocks").rglob("*") if path.is_file() and path.name != ABOUT]
-    assert len(files) > 10
+    assert len(files(tmp_path / "blocks")) > 10
     with engine(tmp_path / "model", **options) as core:
         assert same(answers(core), expected)
         hits = counter(core, "external_prefix_cache_hits")

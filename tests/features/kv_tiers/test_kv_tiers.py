@@ -16,21 +16,15 @@ import pytest
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.errors import ConfigError
-from penstock.features.kv_files.files import ABOUT, TRAILER_BYTES, DamagedBlock, FolderLimit, read_block, write_block
+from penstock.features.kv_files.files import TRAILER_BYTES, DamagedBlock, FolderLimit, read_block, write_block
 from penstock.features.kv_files.folder import blocks_in
 from penstock.features.kv_tiers.scheduling import TierScheduling
 from penstock.scheduler.pace import Pace
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import add, finish, greedy, make_core, random_prompts, run
 from support.features import scheduler_side
-from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, branching_prompts, counter, same
+from support.kept_blocks import KINDS, PROMPTS, VOCAB, answers, branching_prompts, counter, files, same
 from support.random_requests import run_at_random
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "blocks").mkdir()
-    return tmp_path / "blocks"
 
 
 @contextlib.contextmanager
@@ -40,10 +34,6 @@ def engine(model: Path, folder: Path | None, **options: Any) -> Iterator[EngineC
         yield core
     finally:
         core.close()
-
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != ABOUT]
 
 
 _QUICK = ("full", "windows", "states")

@@ -27,14 +27,8 @@ from penstock.scheduler.request import Request
 from support.checkpoints import tiny_checkpoint
 from support.engines import Result, add, finish, greedy, make_core, run
 from support.features import scheduler_side
-from support.kept_blocks import PROMPTS, answers, branching_prompts, counter, same
+from support.kept_blocks import PROMPTS, answers, branching_prompts, counter, files, same
 from support.random_requests import run_at_random
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "blocks").mkdir()
-    return tmp_path / "blocks"
 
 
 @contextlib.contextmanager
@@ -48,10 +42,6 @@ def engine(tmp_path: Path, model: str = "model", **options: Any) -> Iterator[Eng
         yield core
     finally:
         core.close()
-
-
-def files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != ABOUT]
 
 
 def save_prefix(core: EngineCore) -> int:

@@ -16,11 +16,11 @@ from penstock import LLM, SamplingParams
 from penstock.contract import RpcCall
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.replay import replay
-from penstock.features.kv_files.files import ABOUT
 from penstock.features.kv_tiers.scheduling import TierScheduling
 from support.arrangements import PARAMS, PROMPTS, VOCAB_SIZE, assert_same, some_steps
 from support.checkpoints import save_checkpoint, tiny_checkpoint, tiny_model
 from support.engines import Result, finish, greedy, make_core, run
+from support.kept_blocks import files
 
 PLAY = "ROMEO:\n" + "What light through yonder window breaks? It is the east. " * 6
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
@@ -40,12 +40,6 @@ def undisturbed(model: Path) -> list[Result]:
         return run(core, PROMPTS, PARAMS)
     finally:
         core.close()
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "blocks").mkdir()
-    return tmp_path / "blocks"
 
 
 @contextlib.contextmanager
@@ -71,7 +65,7 @@ def test_a_block_of_which_one_rank_lacks_its_share_is_saved_anew(
     with engine(model, folder, kv_load_policy="always", **options) as core:
         assert_same(run(core, PROMPTS, PARAMS), undisturbed)
         of_rank = Path(core.collective_rpc(RpcCall("kv_tier_folder"))[rank])
-    blocks = [path for path in of_rank.rglob("*") if path.is_file() and path.name != ABOUT]
+    blocks = files(of_rank)
     for path in blocks[::2]:
         path.unlink()
     with engine(model, folder, kv_load_policy="always", **options) as core:
