@@ -44,3 +44,45 @@ class CacheWatcher:
 
     def connector_told(self, events: Sequence[Any]) -> None:
         """Note events of a KV connector's store, of any types."""
+
+
+class CacheWatchers(CacheWatcher):
+    """All watchers of a prefix cache, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._all: list[CacheWatcher] = []
+
+    def add(self, watcher: CacheWatcher) -> None:
+        self._all.append(watcher)
+
+    def cached(self, request: Request, blocks: Sequence[KVCacheBlock], start: int) -> None:
+        for one in self._all:
+            one.cached(request, blocks, start)
+
+    def loaded(self, request: Request, block: KVCacheBlock, index: int) -> None:
+        for one in self._all:
+            one.loaded(request, block, index)
+
+    def forgotten(self, keys: Sequence[BlockKey]) -> None:
+        for one in self._all:
+            one.forgotten(keys)
+
+    def dropped(self, key: BlockKey) -> None:
+        for one in self._all:
+            one.dropped(key)
+
+    def reset(self) -> None:
+        for one in self._all:
+            one.reset()
+
+    def kept_elsewhere(self, key: BlockKey, medium: str) -> None:
+        for one in self._all:
+            one.kept_elsewhere(key, medium)
+
+    def lost_elsewhere(self, keys: Iterable[BlockKey] | None, medium: str) -> None:
+        for one in self._all:
+            one.lost_elsewhere(keys, medium)
+
+    def connector_told(self, events: Sequence[Any]) -> None:
+        for one in self._all:
+            one.connector_told(events)

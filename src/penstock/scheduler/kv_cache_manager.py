@@ -12,7 +12,7 @@ from penstock.contract import KVCacheConfig, RecurrentStateSpec
 from penstock.errors import LifecycleError
 from penstock.scheduler.block_hash import BlockHasher
 from penstock.scheduler.block_pool import BlockKey, BlockPool, KVCacheBlock, StepIds
-from penstock.scheduler.cache_watcher import CacheWatcher
+from penstock.scheduler.cache_watcher import CacheWatcher, CacheWatchers
 from penstock.scheduler.kv_cache_groups import KVCacheGroup, StateGroup, Trail, make_group
 from penstock.scheduler.request import Request
 from penstock.scheduler.single_blocks import SingleBlocks
@@ -62,7 +62,7 @@ class KVCacheManager:
     blocks_need_next_token: whether the KV of a block's last token depends on the token after it too, as with an EAGLE
         head. Then the last block of a prefix-cache hit is computed anew, since another token may follow it.
 
-    caches_prefixes: whether requests share blocks. watchers: features that want to know what happens to cached blocks.
+    caches_prefixes: whether requests share blocks. watchers: features that are told what happens to cached blocks.
     """
 
     def __init__(
@@ -111,27 +111,13 @@ class KVCacheManager:
         # Blocks held by transfers, by request id and holder; those of each pool.
         self._holds: dict[tuple[str, str], list[list[KVCacheBlock]]] = {}
         self.single_blocks = SingleBlocks(self.groups)
-        self.watchers: list[CacheWatcher] = []
+        self.watchers = CacheWatchers()
 
     def watch(self, watcher: CacheWatcher) -> None:
         """Let a feature know what happens to cached blocks from now on."""
-        self.watchers.append(watcher)
+        self.watchers.add(watcher)
         for pool in self.pools:
-            pool.on_dropped = self._note_dropped
-
-    def _note_dropped(self, key: BlockKey) -> None:
-        for watcher in self.watchers:
-            watcher.dropped(key)
-
-    def note_kept(self, key: BlockKey, medium: str) -> None:
-        """Tell the watchers of a copy of a block outside of the KV cache."""
-        for watcher in self.watchers:
-            watcher.kept_elsewhere(key, medium)
-
-    def note_lost(self, keys: Iterable[BlockKey] | None, medium: str) -> None:
-        """Tell them that copies are gone; None for all."""
-        for watcher in self.watchers:
-            watcher.lost_elsewhere(keys, medium)
+            pool.on_dropped = self.watchers.dropped
 
     @property
     def num_used_blocks(self) -> int:
@@ -314,15 +300,13 @@ class KVCacheManager:
                 shared += group.cache(held.groups[index], hashes, first, end)
             request.next_cache_at = min(request.next_cache_at, (max(first, end) + 1) * group.block_size)
         if shared:
-            for watcher in self.watchers:
-                watcher.cached(request, shared, start)
+            self.watchers.cached(request, shared, start)
         return shared
 
     def cache_loaded(self, request: Request, block: KVCacheBlock, key: BlockKey, index: int) -> None:
         """Add a held block, whose content was loaded for a request, to the prefix cache. index: among its blocks."""
         self.groups[key[0]].cache_loaded(block, key, index)
-        for watcher in self.watchers:
-            watcher.loaded(request, block, index)
+        self.watchers.loaded(request, block, index)
 
     def share_next(self, request: Request, num_computed_tokens: int, num_tokens: int) -> Sequence[KVCacheBlock]:
         """Cache the blocks that the request's next tokens fill, for requests of the same step on.
@@ -351,8 +335,7 @@ class KVCacheManager:
             keys = group.keys(hashes, 0, num_blocks)
             for key in keys:
                 group.pool.forget(key)
-            for watcher in self.watchers:
-                watcher.forgotten(keys)
+            self.watchers.forgotten(keys)
 
     def free(self, request: Request) -> None:
         """Free all blocks of a request; cached ones can be hit until they are reused."""
@@ -426,8 +409,7 @@ class KVCacheManager:
         """Reset for a new worker: all cached prefixes are lost, and no step is in flight."""
         for pool in self.pools:
             pool.start_over()
-        for watcher in self.watchers:
-            watcher.reset()
+        self.watchers.reset()
 
     def reset_prefix_cache(self) -> bool:
         """Evict all cached prefixes. Does nothing and returns False while any request holds blocks."""
@@ -435,8 +417,7 @@ class KVCacheManager:
             return False
         for pool in self.pools:
             pool.reset_prefix_cache()
-        for watcher in self.watchers:
-            watcher.reset()
+        self.watchers.reset()
         return True
 
     def begin_weights(self, weights: str) -> None:

@@ -74,8 +74,7 @@ def forget_blocks(core: EngineCore, prompt: Sequence[int] = PROMPTS[0]) -> None:
     keys = kv_cache.keys_of(Request("", list(prompt), greedy(1)))
     for key in keys:
         kv_cache.groups[key[0]].pool.forget(key)
-    for watcher in kv_cache.watchers:
-        watcher.forgotten(keys)
+    kv_cache.watchers.forgotten(keys)
 
 
 def finish_moves(core: EngineCore) -> None:

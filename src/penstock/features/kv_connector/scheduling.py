@@ -319,8 +319,7 @@ class ConnectorScheduling(SchedulerFeature):
         events = [] if self._made is None else list(self._made.take_events())
         if events:
             self._counts.update(with_label("kv_connector_events", "kind", type(event).__name__) for event in events)
-            for watcher in self._kv_cache.watchers:
-                watcher.connector_told(events)
+            self._kv_cache.watchers.connector_told(events)
 
     def _note_turn(self) -> None:
         self._has_news = True

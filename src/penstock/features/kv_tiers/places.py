@@ -46,7 +46,7 @@ class Places:
             self.known_folders = self._call(RpcCall("kv_tier_folder"))
             if self._blocks_are_of and self.known_folders != self._blocks_are_of:
                 # The blocks so far were computed with other weights.
-                self._kv_cache.note_lost(None, FOLDER)
+                self._kv_cache.watchers.lost_elsewhere(None, FOLDER)
                 if self.host is not None:
                     self.host.clear()
             self._blocks_are_of = self.known_folders
@@ -57,7 +57,7 @@ class Places:
         """Blocks in host memory, for the present weights; None without kv_offloading_size."""
         if self.folders and self.has_host and self.host is None:
             layouts = self._call(RpcCall("kv_host_layout"))
-            self.host = HostBlocks(layouts, lambda key: self._kv_cache.note_lost((key,), HOST_MEMORY))
+            self.host = HostBlocks(layouts, lambda key: self._kv_cache.watchers.lost_elsewhere((key,), HOST_MEMORY))
         return self.host
 
     def path(self, key: BlockKey) -> str:
@@ -85,12 +85,12 @@ class Places:
                     os.unlink(path_of(folder, key))
                 except OSError:
                     continue  # most blocks are not there
-        self._kv_cache.note_lost(keys, FOLDER)
+        self._kv_cache.watchers.lost_elsewhere(keys, FOLDER)
 
     def _note_removed(self, paths: Sequence[str]) -> None:
         """Note files that had to make room; called in another thread."""
         keys = [key_of(path) for path in paths if path.startswith(tuple(self.known_folders))]
-        self._call_soon(lambda: self._kv_cache.note_lost(keys, FOLDER))
+        self._call_soon(lambda: self._kv_cache.watchers.lost_elsewhere(keys, FOLDER))
 
     def remove_all(self) -> bool:
         """Remove all blocks of this engine's fingerprint, which other engines that share the folder compute again.
@@ -111,7 +111,7 @@ class Places:
             logger.warning("%d files in kv_offload_dir are not removed: %s", len(failures), failures[0])
         # It is described anew with its next block.
         self.known_folders = []
-        self._kv_cache.note_lost(None, FOLDER)
+        self._kv_cache.watchers.lost_elsewhere(None, FOLDER)
         return not failures
 
     def ask_again(self) -> None:

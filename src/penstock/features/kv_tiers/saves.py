@@ -165,7 +165,7 @@ class Saves(CacheWatcher):
     def end(self, save: Save) -> None:
         """Release a block that is written. From host memory it goes on to the folder."""
         if not save.has_failed and save.target is Tier.FOLDER:
-            self._kv_cache.note_kept(save.key, FOLDER)
+            self._kv_cache.watchers.kept_elsewhere(save.key, FOLDER)
         if save.block is not None:
             self._blocks.release(save.block, save.key[0])
         if save.key in self._places.wrong:
@@ -181,7 +181,7 @@ class Saves(CacheWatcher):
             host_block.is_whole = True
             # Not if its weights are others by now.
             if host.find(save.key) is host_block:
-                self._kv_cache.note_kept(save.key, HOST_MEMORY)
+                self._kv_cache.watchers.kept_elsewhere(save.key, HOST_MEMORY)
                 if self._is_for_folder(save.key):
                     self._begin_save(Tier.FOLDER, save.key, None, host_block, is_paced=save.expected_s is not None)
                     return
